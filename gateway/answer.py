@@ -17,7 +17,7 @@ from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
 from shared.generation import Delta, PromptScored, Started
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway

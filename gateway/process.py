@@ -40,8 +40,7 @@ from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.settings import shown_settings
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.tracing import tracer_for

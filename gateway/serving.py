@@ -19,7 +19,7 @@ from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace
 from shared.errors import FailedPrecondition
 from shared.rpc.admin_client import TargetAdmin
-from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.server import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.version import package_version
 

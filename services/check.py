@@ -14,7 +14,7 @@ from services.ranks import Ranks
 from services.serve import ready_line
 from services.serve_plan import Plan, PlannedDraft
 from services.serve_settings import Placement
-from services.target.runner_factory import check_recurrent
+from services.target.engine_factory import check_recurrent
 from shared.errors import SettingsError
 from shared.hub import shown_name
 from shared.model_options import Dtype

@@ -33,7 +33,6 @@ from services.draft.events import (
     FeatureRows,
     FeaturesArrived,
     LinkTerms,
-    Opening,
     Output,
     RoundResult,
     RoundsDecided,
@@ -43,8 +42,7 @@ from services.draft.events import (
     WorkerIdentity,
 )
 from services.draft.head_weights import HeadWeights
-from services.draft.metrics import DraftMetrics, engine_figures
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.target.adaptive_config import DEFAULT_CONFIG
@@ -55,14 +53,13 @@ from services.target.drafts.attachment import (
     DraftIdentity,
     DraftMessage,
     DraftTimeout,
-    OpenedSequence,
 )
 from services.target.drafts.attachment import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
+from services.target.engine_factory import round_memory_bytes
 from services.target.process import attachment_terms
 from services.target.rounds.round_shapes import MAX_ROWS, RoundSource, capacities
-from services.target.runner_factory import round_memory_bytes
 from services.target.settings import DeviceRoundsChoice, TargetSettings, rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable
@@ -192,7 +189,7 @@ def _events(link: int, message: DraftMessage) -> list[Event]:
     if message.closed:
         events.append(SequencesClosed(link, message.closed))
     if message.opened:
-        events.append(SequencesOpened(link, tuple(map(_opening, message.opened))))
+        events.append(SequencesOpened(link, message.opened))
     features = {rows.sequence_id: rows for rows in message.features}
     results: list[RoundResult] = []
     for verdict in message.verdicts:
@@ -214,20 +211,6 @@ def _features_arrived(link: int, rows: TargetRows) -> list[Event]:
     if not len(rows.rows):
         return []
     return [FeaturesArrived(link, rows.sequence_id, FeatureRows(rows.position_offset, rows.rows))]
-
-
-def _opening(sequence: OpenedSequence) -> Opening:
-    return Opening(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        sampling=sequence.sampling,
-        round=sequence.round,
-        tree_request=sequence.tree_request,
-        request_id=sequence.request_id,
-        traceparent=sequence.traceparent,
-        cache_salt=sequence.cache_salt,
-    )
 
 
 # Flags of a draft's own process, without effect in the target's.
@@ -295,7 +278,7 @@ def build_embedded_draft(
     _follow_weights(target, settings, draft_settings, drafter, engine)
     weights = HeadWeights(draft_settings, drafter, engine, on_target=target.between_steps)
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
-    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
+    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, engine.figures))
 
 
 def _host(target: Engine, settings: TargetSettings, draft_settings: DraftSettings) -> Host:

@@ -1,4 +1,4 @@
-"""Sampling parameters and seeds of requests that set none, and limits of speculation parameters."""
+"""Sampling parameters and seeds of requests that set none; limits and priors of speculation."""
 
 from __future__ import annotations
 
@@ -98,3 +98,17 @@ class SamplingDefaults:
         except Exception as error:
             raise CheckpointError(f"{path} holds no usable sampling defaults: {error}") from error
         return defaults
+
+
+# The acceptance estimate by which a draft ranks likely verdicts: a weighted mean of a token's draft
+# probability and of the measured share of tokens of its rank that the target accepted. The first
+# says which tokens are sure, the second how far to trust the draft.
+
+MEASURED_WEIGHT = 0.5
+"""Weight of the measured share in the mean."""
+PRIOR_TOKENS = 8.0
+"""Weight of the prior, in verified tokens: soon outweighed by measurements."""
+PRIOR_SHARE = 0.5
+"""Prior share of each rank in what the ranks before it leave: a geometric distribution."""
+MEMORY_TOKENS = 4096.0
+"""Verified tokens beyond which older ones count for less, because texts change."""

@@ -413,6 +413,30 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedSequence:
+    """A sequence that the target assigns to a draft.
+
+    Attributes:
+        token_ids: every committed token.
+        num_prompt_tokens: how many of them are the prompt.
+        round: round that the first candidate is for.
+        tree_request: the target's request for the first tree.
+        request_id, traceparent: the request's, for logs and traces.
+        cache_salt: only sequences with the same salt share cache entries.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    round: int
+    tree_request: TreeRequest = ANY_TREE
+    request_id: str = ""
+    traceparent: str | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's decision on one round of one sequence.
 

@@ -18,8 +18,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.metrics import DraftRecorder
 from services.draft.process import DraftProcess
-from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings, read_settings
 from shared.errors import OutriderError
 from shared.telemetry.logs import configure_logs

@@ -20,8 +20,8 @@ from shared.errors import FieldViolation, InvalidArgument, QueueFull, Unavailabl
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1.token_tree_pb2 import TreeShape as TreeShapeMessage
-from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.requests import sampling_from_message, shape_message, tree_message
+from shared.rpc.server import Lifecycle
 from shared.tokens import TreeShape
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -24,13 +24,13 @@ from services.draft.events import (
     LinkOpened,
     LinkTerms,
     MappedCommandArrived,
-    Opening,
     Output,
+    Probe,
     ProbeDone,
     SequencesOpened,
 )
 from services.draft.mapped_heads import MappedHeads
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftRecorder
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from shared.errors import EngineFailed, OutriderError
@@ -38,6 +38,7 @@ from shared.inbox import Inbox
 from shared.tokens import SamplingParams, TreeShape
 
 log = logging.getLogger(__name__)
+_GAUGES_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 Deliver = Callable[[Output], None]
@@ -47,7 +48,11 @@ _UNLIMITED_VOCAB = 2**31
 
 
 class DraftEngine:
-    """Owns the drafter, its thread, and the bounded inbox of that thread."""
+    """Owns the drafter, its thread, and the bounded inbox of that thread.
+
+    Attributes:
+        has_failed: whether the thread ended by an error.
+    """
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class DraftEngine:
         self._stop = threading.Event()
         self._callbacks: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
-        self._has_failed = self._has_ended = False
+        self.has_failed = self._has_ended = False
         self._prepares_when_idle = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -110,10 +115,6 @@ class DraftEngine:
     @property
     def num_sequences(self) -> int:
         return len(self._table)
-
-    @property
-    def has_failed(self) -> bool:
-        return self._has_failed
 
     def start(self) -> None:
         self._thread.start()
@@ -178,13 +179,11 @@ class DraftEngine:
         future.add_done_callback(self._probes.discard)
         size = self._drafter.limits.vocab_size or _UNLIMITED_VOCAB
         terms = LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
-        opening = Opening(
-            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
-        )
+        probe = Probe(0, token_ids, len(token_ids), sampling, 0, shape=shape, features=features)
         try:
             link = self.open_link(terms, lambda output: _resolve_probe(future, output))
             future.add_done_callback(lambda _: self.close_link(link))
-            self.submit(SequencesOpened(link, (opening,)))
+            self.submit(SequencesOpened(link, (probe,)))
         except OutriderError:
             future.cancel()
             raise
@@ -241,6 +240,13 @@ class DraftEngine:
             }
         )
 
+    def figures(self) -> Mapping[str, float]:
+        """Returns the live figures; empty where the engine does not answer within a second."""
+        try:
+            return self.gauges().result(_GAUGES_TIMEOUT_S)
+        except (OutriderError, TimeoutError):
+            return {}
+
     def between_rounds(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function on the engine thread between two forwards.
 
@@ -278,7 +284,7 @@ class DraftEngine:
             # Losing the draft costs its targets speed, never a token. Going on with state that may
             # be inconsistent could cost more.
             log.exception("the draft engine failed")
-            self._has_failed = True
+            self.has_failed = True
         finally:
             self._has_ended = True
             self._inbox.close(EngineFailed.of)

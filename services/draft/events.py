@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import (
-    ANY_TREE,
     NO_REPORT,
     DraftReport,
-    SamplingParams,
+    OpenedSequence,
     TokenTree,
-    TreeRequest,
     TreeShape,
     Verdict,
 )
@@ -80,33 +77,16 @@ class LinkClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """A sequence assigned to the draft.
+class Probe(OpenedSequence):
+    """A sequence that is opened for one tree; see `DraftSequence`.
 
     Attributes:
-        token_ids: every committed token.
-        num_prompt_tokens: how many of them are the prompt.
-        round: round the first candidate is for.
-        tree_request: what the target requests of the first tree.
-        request_id, traceparent: the request's, for logs and traces.
-        shape: tree shape of a probe; overrides the live tree shape.
-        is_probe: see `DraftSequence`.
-        features: features of the first positions, when they arrive with the opening.
-        cache_salt: see `DraftSequence`.
+        shape: overrides the live tree shape.
+        features: features of every position but the last, for drafters that read them.
     """
 
-    sequence_id: int
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    round: int
     shape: TreeShape | None = None
-    is_probe: bool = False
     features: FeatureRows | None = None
-    tree_request: TreeRequest = ANY_TREE
-    request_id: str = ""
-    traceparent: str | None = None
-    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +94,7 @@ class SequencesOpened:
     """Sequences assigned in one step of a target."""
 
     link: int
-    openings: tuple[Opening, ...]
+    openings: tuple[OpenedSequence, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
+from shared.sampling_defaults import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.tokens import Condition, TokenTree
 
 MAX_BUDGET = 64

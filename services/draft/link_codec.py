@@ -16,7 +16,6 @@ from services.draft.events import (
     LinkTerms,
     MappedCommandArrived,
     MappedHeadReady,
-    Opening,
     Output,
     RoundResult,
     RoundsDecided,
@@ -37,6 +36,7 @@ from shared.rpc.columns import (
     verdicts_from_message,
 )
 from shared.rpc.requests import sampling_from_message, shape_from_message, shape_message
+from shared.tokens import OpenedSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -249,8 +249,8 @@ def request_from_output(output: Output) -> pb.SpeculateRequest:
     return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
 
 
-def _opening(message: pb.SequenceOpened) -> Opening:
-    return Opening(
+def _opening(message: pb.SequenceOpened) -> OpenedSequence:
+    return OpenedSequence(
         sequence_id=message.sequence_id,
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.prompt_token_count,

@@ -19,16 +19,14 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.events import WorkerIdentity
 from services.draft.head_weights import HeadWeights
-from services.draft.metrics import DraftMetrics, engine_figures
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from shared.errors import EngineFailed, FailedPrecondition, Unavailable
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.settings import shown_settings
 from shared.telemetry.wire_meter import WireMeter
 from shared.version import package_version
@@ -163,7 +161,7 @@ class DraftProcess:
     def _live_figures(self) -> Mapping[str, float]:
         """Called on the scraper's thread; empty before the engine has started."""
         engine = self._engine
-        return {} if engine is None else self._with_links(engine_figures(engine))
+        return {} if engine is None else self._with_links(engine.figures())
 
     async def _update(self, folder: Path, version: str) -> float:
         if self._weights is None:
@@ -182,8 +180,11 @@ class DraftProcess:
                 that this ends the process.
         """
         while not stop.is_set():
-            if self._settings.exit_when_refused:
-                self._check_refusals()
+            links = [client.status for client in self._clients]
+            is_refused = bool(links) and all(link.is_refused for link in links)
+            if is_refused and self._settings.exit_when_refused:
+                reasons = "; ".join(f"target {link.address}: {link.last_error}" for link in links)
+                raise FailedPrecondition(f"refused for good by {reasons}", reason="DRAFT_REFUSED")
             if self._engine is not None and self._engine.has_failed:
                 raise EngineFailed.of()
             for run in self._runs:
@@ -191,12 +192,6 @@ class DraftProcess:
                     run.result()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
-
-    def _check_refusals(self) -> None:
-        links = [client.status for client in self._clients]
-        if links and all(link.is_refused for link in links):
-            reasons = "; ".join(f"target {link.address}: {link.last_error}" for link in links)
-            raise FailedPrecondition(f"refused for good by {reasons}", reason="DRAFT_REFUSED")
 
     async def stop(self) -> None:
         """Reports NOT_SERVING, refuses work, detaches, stops the engine and closes the servers."""

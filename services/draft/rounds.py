@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
+from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.likely_verdicts import shared_budget
 from services.draft.sequence import DraftSequence, InFlightTree, drop_unknown_tokens
@@ -266,7 +266,13 @@ class Rounds:
         self._preparation.begin_step()
         if self._table.is_serving:
             self._last_served_s = self._clock()
-        due = [sequence for sequence in self._table.due.values() if not self._resume(sequence)]
+        # Due trees that grow already are sent when they are complete.
+        lookahead = self._drafter.lookahead
+        due = [
+            sequence
+            for sequence in self._table.due.values()
+            if lookahead is None or not lookahead.resume(sequence)
+        ]
         backlogs = [(sequence, self._drafter.backlog(sequence)) for sequence in due]
         ready = [sequence for sequence, backlog in backlogs if backlog <= self._num_ready_tokens]
         batch = self._proposal_batch(ready)
@@ -382,8 +388,15 @@ class Rounds:
             return False
         start_s = self._clock()
         for sequence in unprepared:
-            # May wait for the device to find the continuations of the in-flight tree's nodes.
-            self._begin_lookahead(lookahead, sequence)
+            budget, in_flight = self._budget(sequence), sequence.in_flight
+            if not budget or in_flight is None:
+                continue
+            budget = shared_budget(budget, len(self._table), are_rows_cheap=self.are_rows_cheap)
+            budget = min(budget, sequence.max_conditional)
+            if budget:
+                # May wait for the device to find the continuations of the in-flight tree's nodes.
+                shape = self._shape_for(sequence)
+                lookahead.begin(VerifiedTree(sequence, in_flight.tree, shape, budget))
         if lookahead.has_work:
             begun_s = self._clock()
             proposals = lookahead.advance()
@@ -393,32 +406,12 @@ class Rounds:
             self.send(proposals, self._report(end_s - begun_s))
         return lookahead.has_work or bool(self._table.unprepared)
 
-    def _begin_lookahead(self, lookahead: Lookahead, sequence: DraftSequence) -> None:
-        budget = self._budget(sequence)
-        if not budget or sequence.in_flight is None:
-            return
-        budget = shared_budget(budget, len(self._table), are_rows_cheap=self.are_rows_cheap)
-        budget = min(budget, sequence.max_conditional)
-        if budget:
-            tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
-            lookahead.begin(VerifiedTree(sequence, tree, shape, budget))
-
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns the most verdicts to prepare for on a sequence's tree: the outcome budget, or
         fewer where the target finds that more do not pay."""
         requested = None if self.is_pinned else sequence.tree_request.num_outcomes
         budget = self.outcome_budget
         return budget if requested is None else min(budget, requested)
-
-    def _resume(self, sequence: DraftSequence) -> bool:
-        """Continues a due tree from rows computed ahead; False where there are none."""
-        lookahead = self._drafter.lookahead
-        return (
-            lookahead is not None
-            and not sequence.is_probe
-            and lookahead.budget > 0
-            and lookahead.resume(sequence, self._shape_for(sequence))
-        )
 
     def _propose(self, ready: Sequence[DraftSequence]) -> list[Proposal]:
         by_shape: dict[tuple[TreeShape, bool], list[DraftSequence]] = {}
@@ -433,7 +426,8 @@ class Rounds:
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
             elapsed_s = self._clock() - start_s
-            self._add_draft_time(batch, elapsed_s)
+            for sequence in batch:
+                sequence.draft_s += elapsed_s
             if proposed:
                 self._table.recorder.proposed(proposed, elapsed_s)
             proposals += [Proposal(p.sequence, p.tree, p.condition, shape) for p in proposed]
@@ -446,7 +440,8 @@ class Rounds:
         start_s = self._clock()
         num_computed = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
         elapsed_s = self._clock() - start_s
-        self._add_draft_time(batch, elapsed_s)
+        for sequence in batch:
+            sequence.draft_s += elapsed_s
         if num_computed:
             self._table.recorder.caught_up(num_computed, elapsed_s)
         return num_computed
@@ -485,10 +480,6 @@ class Rounds:
                 return False
             self._table.release(victim)
         return True
-
-    def _add_draft_time(self, batch: Iterable[DraftSequence], elapsed_s: float) -> None:
-        for sequence in batch:
-            sequence.draft_s += elapsed_s
 
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
         requested = None if self.is_pinned else sequence.tree_request.shape

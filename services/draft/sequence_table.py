@@ -13,8 +13,8 @@ from services.draft.events import (
     LinkClosed,
     LinkOpened,
     LinkTerms,
-    Opening,
     Output,
+    Probe,
     ProbeDone,
     RoundResult,
     RoundsDecided,
@@ -24,9 +24,9 @@ from services.draft.events import (
     SequencesReleased,
     WeightsUpdated,
 )
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome, TreeShape, Verdict
+from shared.tokens import OpenedSequence, Outcome, TreeShape
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class SequenceTable:
         self.unprepared: dict[SequenceKey, DraftSequence] = {}
         self.recorder = recorder or DraftRecorder()
         self._drafter = drafter
+        self._vocab_size = drafter.limits.vocab_size
         self._max_sequences = max_sequences
         self._deliver = deliver
         self._links: dict[int, LinkTerms] = {}
@@ -118,7 +119,7 @@ class SequenceTable:
 
     def release(self, sequence: DraftSequence) -> None:
         """Gives a sequence back to its target, which then decodes it without candidates."""
-        self.recorder.released()
+        self.recorder.counters.num_released += 1
         self.close(sequence.key)
         link, sequence_id = sequence.key.link, sequence.key.sequence_id
         if sequence.is_probe:
@@ -150,13 +151,17 @@ class SequenceTable:
         if refused:
             self._deliver(SequencesReleased(event.link, tuple(refused)))
 
-    def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
+    def _open(self, link: int, terms: LinkTerms, opening: OpenedSequence) -> bool:
+        """Opens a sequence; returns False where it is refused."""
         key = SequenceKey(link, opening.sequence_id)
         # An id that is open already is a bug of the target: both sequences are released.
         was_held = key in self._sequences
         self.close(key)
-        if was_held or self._is_full(link, terms) or not self._are_valid(opening.token_ids):
+        num_on_link = sum(1 for held in self._sequences if held.link == link)
+        is_full = len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
+        if was_held or is_full or not self._are_valid(opening.token_ids):
             return False
+        probe = opening if isinstance(opening, Probe) else None
         sequence = DraftSequence(
             key=key,
             token_ids=list(opening.token_ids),
@@ -166,8 +171,8 @@ class SequenceTable:
             mirrors_noise=terms.mirrors_noise,
             vocab_size=terms.vocab_size,
             max_nodes=terms.max_nodes,
-            shape=opening.shape,
-            is_probe=opening.is_probe,
+            shape=None if probe is None else probe.shape,
+            is_probe=probe is not None,
             tree_request=opening.tree_request,
             cache_salt=opening.cache_salt,
             max_conditional=terms.max_conditional,
@@ -179,20 +184,15 @@ class SequenceTable:
         if not sequence.tree_request.is_paused:
             self.due[key] = sequence
         self._drafter.open(sequence)
-        if opening.features is not None:
-            self._drafter.add_features(sequence, opening.features)
+        if probe is not None and probe.features is not None:
+            self._drafter.add_features(sequence, probe.features)
         return True
-
-    def _is_full(self, link: int, terms: LinkTerms) -> bool:
-        num_on_link = sum(1 for key in self._sequences if key.link == link)
-        return len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
 
     def _are_valid(self, token_ids: Sequence[int]) -> bool:
         """Whether there are tokens, and the drafter has an embedding for each of them."""
-        vocab_size = self._drafter.limits.vocab_size
         if not token_ids or min(token_ids) < 0:
             return False
-        return vocab_size is None or max(token_ids) < vocab_size
+        return self._vocab_size is None or max(token_ids) < self._vocab_size
 
     def _decide(self, key: SequenceKey, result: RoundResult) -> None:
         sequence, verdict = self._sequences.get(key), result.verdict
@@ -213,7 +213,14 @@ class SequenceTable:
         sequence.round = verdict.round + 1
         sequence.tree_request = verdict.tree_request
         self._sequences.move_to_end(key)
-        self._advance_in_flight(sequence, verdict)
+        # The tree that was pushed for the verdict, if one was, is the next one to be verified.
+        in_flight, sequence.in_flight = sequence.in_flight, None
+        self.unprepared.pop(key, None)
+        if in_flight is not None and not verdict.tree_request.is_paused:
+            sequence.in_flight = in_flight.successor(verdict)
+        if sequence.in_flight is not None:
+            self.recorder.counters.num_lookahead_hits += 1
+            self.unprepared[key] = sequence
         self.due[key] = sequence
         is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
         if is_ahead or verdict.tree_request.is_paused:
@@ -221,13 +228,3 @@ class SequenceTable:
             # makes the sequence due again.
             del self.due[key]
         self._drafter.commit(sequence, verdict, result.features)
-
-    def _advance_in_flight(self, sequence: DraftSequence, verdict: Verdict) -> None:
-        """Makes the tree that was pushed for the verdict the in-flight tree, if one was pushed."""
-        in_flight, sequence.in_flight = sequence.in_flight, None
-        self.unprepared.pop(sequence.key, None)
-        if in_flight is not None and not verdict.tree_request.is_paused:
-            sequence.in_flight = in_flight.successor(verdict)
-        if sequence.in_flight is not None:
-            self.recorder.lookahead_hit()
-            self.unprepared[sequence.key] = sequence

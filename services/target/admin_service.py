@@ -11,7 +11,7 @@ from typing import Any
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.metrics import shape_figures, wanted_figures
-from services.target.requests.request_messages import duration_message
+from services.target.requests.generate_service import duration_message
 from services.target.settings import TargetSettings
 from services.target.step_report import EngineGauges, shape_name
 from services.target.weight_control import MemoryTag, PauseMode, Updated, WeightControl
@@ -20,7 +20,7 @@ from services.target.weight_updates import WeightUpdates
 from shared.errors import InvalidArgument
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.rpc.admin_service import AdminHooks, AdminServicer, Context, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 from shared.settings import shown_settings
 from shared.version import package_version
 

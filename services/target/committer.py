@@ -10,8 +10,8 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
 from services.target.launcher import LaunchedStep
-from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
+from services.target.scheduler import Subscriptions
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, StepReport
@@ -114,6 +114,7 @@ class Committer:
         Args:
             parts: counts of the sequences that drew tokens.
         """
+        outcomes, speculation = self._attachments.verdicts.take_counts()
         self.reports.append(
             StepReport(
                 duration_s=end_s - start_s,
@@ -126,8 +127,8 @@ class Committer:
                 num_drafted=sum(part.num_drafted for part in parts),
                 num_accepted=sum(part.num_accepted for part in parts),
                 num_preempted=num_preempted,
-                outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.verdicts.take_counts(),
+                outcomes=outcomes,
+                speculation=speculation,
                 num_discarded=num_discarded,
                 round_shape=round_shape,
             )

@@ -19,8 +19,12 @@ from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import RowMasks
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
-from shared.speculation.distributions import shaped_logits, target_log_probs
-from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
+from shared.speculation.distributions import (
+    packed_logprobs,
+    shaped_logits,
+    target_log_probs,
+    unpacked_logprobs,
+)
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
 from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded_tensor
 from shared.speculation.verify import (

@@ -142,7 +142,7 @@ class LaunchedStep:
     """
 
     plan: StepPlan
-    drawn: tuple[ScheduledSequence, ...]
+    drawn: SequenceOf[ScheduledSequence]
     draw: Draw | None
     scores: PromptScores | None
     num_rows: int

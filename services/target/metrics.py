@@ -169,7 +169,9 @@ class TargetMetrics:
         is_known = report.host_gap_s > 0.0 or report.round_shape is not None
         if self._follows_hits and is_known:
             self._hit_gaps.observe(report.host_gap_s)
-        self._follows_hits = report.outcomes.is_all_hits
+        outcomes = report.outcomes
+        is_all_hits = not outcomes.misses and not outcomes.num_unprepared
+        self._follows_hits = bool(outcomes.hits) and is_all_hits
         self._seconds.observe(report.duration_s)
         if self._log is not None:
             self._log.span(

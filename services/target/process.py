@@ -1,4 +1,4 @@
-"""The target process: servers around one engine, from start to drain."""
+"""The target process: servers around one engine, from warm-up to drain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,23 +17,24 @@ from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission, RequestTelemetry
+from services.target.requests.admission import Admission, EventStream, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
+from services.target.requests.request import Finished, GenerationRequest
 from services.target.settings import TargetSettings
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
-from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
+from shared.generation import Failed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2, speculation_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.channel import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
-from shared.rpc.lifecycle import Lifecycle, stop_servers
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server, stop_servers
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
+from shared.tokens import SamplingParams, StopParams
 
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
@@ -249,3 +250,96 @@ class TargetProcess:
         pause_s = await asyncio.to_thread(self._embedded.take_weights, folder, version)
         self._model.note_change(self._embedded.algorithm, version)
         return pause_s
+
+
+# Warm-up generations, so that no request pays for set-up on first use.
+
+_NUM_OUTPUT_TOKENS = 2
+_NUM_LANE_TOKENS = 12
+# Kernels are specialised by length: one row, a few rows, multiples of 16, and other lengths.
+_PROMPT_LENGTHS = (2, 3, 9, 16, 17, 33, 64, 100, 129, 300, 512, 777, 1024)
+# Concurrent prompts, and their lengths: matrix products of other sizes use other kernels.
+_GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+_GROUP_LENGTHS = (9, 16, 17, 65)
+# Behind a cached prefix, attention has few rows and many keys.
+_PREFIX_LENGTH = 512
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2),
+    SamplingParams(temperature=0.7, frequency_penalty=0.5, logit_bias={0: -1.0}, seed=3),
+)
+
+
+def warm_up_tokens(engine: Engine, chunk_tokens: int) -> int:
+    """Returns the number of tokens of the longest warm-up prompt. On a GPU it is as long as a step
+    may compute, so that missing memory is found now."""
+    if engine.device.type != "cuda":
+        return 1
+    return max(1, min(chunk_tokens, engine.limits.max_sequence_tokens - _NUM_OUTPUT_TOKENS))
+
+
+async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1) -> None:
+    """Generates with prompts of many lengths and every kind of sampling; on a CPU only with the
+    longest prompt. At the end the prefix cache is flushed, and how fast drafts were is forgotten.
+
+    Args:
+        num_prompt_tokens: length of the longest prompt.
+        most_at_once: most requests that may wait or run.
+
+    Raises:
+        OutriderError: the engine cannot serve.
+    """
+    await _generate(engine, [_request(engine, 0, num_prompt_tokens, _NUM_OUTPUT_TOKENS)])
+    if engine.device.type == "cuda":
+        await _warm_up_groups(engine, num_prompt_tokens, most_at_once)
+    await asyncio.wrap_future(engine.flush_prefix_cache())
+    # Kernels were compiled and graphs captured, and texts of one token are no user's.
+    await asyncio.wrap_future(engine.renew_policies())
+
+
+async def _warm_up_groups(engine: Engine, num_prompt_tokens: int, most_at_once: int) -> None:
+    groups = [[length] for length in _PROMPT_LENGTHS]
+    groups.append(list(_PROMPT_LENGTHS[:most_at_once]))
+    groups += [[length] * size for size in _GROUP_SIZES for length in _GROUP_LENGTHS]
+    prefix = (0,) * min(_PREFIX_LENGTH, num_prompt_tokens // 2)
+    for group in groups:
+        for shared in ((), prefix):
+            if len(group) > most_at_once or len(shared) + max(group) >= num_prompt_tokens:
+                continue
+            requests = [
+                _request(engine, key, length, _NUM_LANE_TOKENS, shared)
+                for key, length in enumerate(group)
+            ]
+            await _generate(engine, requests)
+
+
+def _request(
+    engine: Engine,
+    key: int,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    prefix: tuple[int, ...] = (),
+) -> GenerationRequest:
+    """Returns a request whose prompt differs from all others behind the prefix."""
+    token_id = (31 * num_prompt_tokens + key) % engine.limits.vocab_size
+    return GenerationRequest(
+        request_id="warm-up",
+        prompt_token_ids=(*prefix, *(token_id,) * num_prompt_tokens),
+        sampling=_SAMPLINGS[(key + num_prompt_tokens) % len(_SAMPLINGS)],
+        stop=StopParams(num_output_tokens, ignore_eos=True),
+        arrival_s=time.monotonic(),
+        top_logprobs=1 if key == 1 else None,
+    )
+
+
+async def _generate(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    stream = EventStream(asyncio.get_running_loop())
+    for key, request in enumerate(requests):
+        engine.submit(request, stream, key)
+    num_left = len(requests)
+    while num_left:
+        for _, event in await stream.next_batch():
+            if isinstance(event, Failed):
+                raise event.error
+            num_left -= isinstance(event, Finished)

@@ -1,4 +1,4 @@
-"""Decides what the next step computes. Plain data in, plain data out; no torch.
+"""Decides what the next step computes, and keeps the open sequences with their events. No torch.
 
 There are no phases. A sequence has committed tokens, computed tokens and perhaps a tree; a step
 computes what is missing. Prompt chunks, plain tokens and trees share one ragged forward.
@@ -6,20 +6,23 @@ computes what is missing. Prompt chunks, plain tokens and trees share one ragged
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.target.drafts.attachment import DraftRegistry
+from services.target.requests.request import Event, EventSink, GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_plan import (
-    PlanInProgress,
     ScheduledSequence,
     StepPlan,
     pruned,
     scored_rows,
 )
-from shared.errors import QueueFull
+from shared.errors import InvalidArgument, OutriderError, QueueFull
+from shared.generation import Failed, Started
 from shared.kv.leases import KvLeases, OutOfPages, PageGroup
 from shared.tokens import EMPTY_TREE, TokenTree
 
@@ -162,17 +165,16 @@ class Scheduler:
             is_ready: False leaves a running sequence out of this step: it waits for its draft.
             candidate: returns the tree for a sequence's current round, perhaps empty.
         """
-        step = PlanInProgress(self._limits.max_step_rows)
+        step = StepPlan(self._limits.max_step_rows)
         for sequence in tuple(self._running):
             if self.lanes.holds(sequence) or sequence.lease is None or not is_ready(sequence):
                 continue
             self._schedule(sequence, candidate(sequence), step)
         if not step.preempted:
             self._admit(candidate, step)
-        drawn = tuple(entry for entry in step.scheduled if entry.is_complete)
-        return StepPlan(tuple(step.scheduled), drawn, tuple(step.admitted), tuple(step.preempted))
+        return step
 
-    def _schedule(self, sequence: Sequence, tree: TokenTree, step: PlanInProgress) -> None:
+    def _schedule(self, sequence: Sequence, tree: TokenTree, step: StepPlan) -> None:
         num_remaining = sequence.num_remaining
         if num_remaining == 0:
             return  # its last token has been drawn, but not read yet
@@ -193,13 +195,14 @@ class Scheduler:
         if self._make_room(sequence, num_tokens, step):
             start = sequence.num_computed
             scored = scored_rows(sequence, start, num_rows) if sequence.is_scoring else range(0)
-            step.scheduled.append(
-                ScheduledSequence(
-                    sequence, start, num_rows, tree, node_indices, is_complete, scored
-                )
+            entry = ScheduledSequence(
+                sequence, start, num_rows, tree, node_indices, is_complete, scored
             )
+            step.scheduled.append(entry)
+            if is_complete:
+                step.drawn.append(entry)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, step: PlanInProgress) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: StepPlan) -> bool:
         """Grows the lease to `num_tokens`. If pages are missing, it preempts the youngest
         sequences, in the end the sequence itself; returns False then."""
         lease = sequence.open_lease
@@ -214,7 +217,7 @@ class Scheduler:
                 return False
         return True
 
-    def _victim(self, group: PageGroup, step: PlanInProgress) -> Sequence:
+    def _victim(self, group: PageGroup, step: StepPlan) -> Sequence:
         """Returns the youngest running sequence of the lowest priority, among the sequences with
         pages in `group` that are not scheduled in this step yet."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
@@ -235,7 +238,7 @@ class Scheduler:
         # Before the sequences of its own priority, which are younger.
         self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority - 1), sequence)
 
-    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
+    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: StepPlan) -> None:
         while (
             self._waiting
             and len(self._running) < self._limits.max_running
@@ -268,3 +271,73 @@ class Scheduler:
 def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
     """Returns how many sequences have this priority or a more urgent one."""
     return sum(sequence.request.priority <= priority for sequence in sequences)
+
+
+class Subscriptions:
+    """Open sequences, by id and by their caller's (sink, key), from the admission queue to the last
+    event. Owned by the engine thread."""
+
+    def __init__(self, limits: ModelLimits, scheduler: Scheduler, drafts: DraftRegistry) -> None:
+        self._limits, self._scheduler, self._drafts = limits, scheduler, drafts
+        self._ids = itertools.count(1)
+        self._by_id: dict[int, tuple[Sequence, EventSink, int]] = {}
+        self._by_caller: dict[tuple[int, int], Sequence] = {}
+        self._events: dict[EventSink, list[tuple[int, Event]]] = defaultdict(list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Every open sequence, oldest first."""
+        return [sequence for sequence, _, _ in self._by_id.values()]
+
+    def submit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
+        """Queues a request, whose events go to `sink` under `key`. If the queue is full, or the
+        request names an unknown algorithm, its event is `Failed`."""
+        sequence = Sequence(next(self._ids), request, self._limits)
+        try:
+            self._drafts.check_algorithm(request.draft_algorithm)
+            self._scheduler.submit(sequence)
+        except (InvalidArgument, QueueFull) as error:
+            self._events[sink].append((key, Failed(error)))
+            return
+        self._by_id[sequence.sequence_id] = (sequence, sink, key)
+        self._by_caller[id(sink), key] = sequence
+
+    def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
+        """Emits `Started` for the sequences that leave the queue for the first time, and returns
+        them. The other admitted sequences had been preempted."""
+        started = [sequence for sequence in admitted if not sequence.started]
+        for sequence in started:
+            sequence.started = True
+            sequence.decided_s = now_s
+            sequence.num_cached_tokens = sequence.num_computed
+            queue_s = now_s - sequence.request.arrival_s
+            self.emit(sequence, Started(sequence.num_cached_tokens, queue_s))
+        return started
+
+    def find(self, sink: EventSink, key: int) -> Sequence | None:
+        """Returns the open sequence of a caller."""
+        return self._by_caller.get((id(sink), key))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence's subscription; events emitted before are still delivered."""
+        _, sink, key = self._by_id.pop(sequence.sequence_id)
+        del self._by_caller[id(sink), key]
+
+    def emit(self, sequence: Sequence, event: Event) -> None:
+        """Adds an event to the step's batch of the sequence's sink."""
+        _, sink, key = self._by_id[sequence.sequence_id]
+        self._events[sink].append((key, event))
+
+    def deliver(self) -> None:
+        """Delivers to every sink its events since the last call, in one batch."""
+        events, self._events = self._events, defaultdict(list)
+        for sink, batch in events.items():
+            sink.deliver(batch)
+
+    def fail_all(self, error: OutriderError) -> None:
+        """Fails and removes every open sequence, and delivers the events."""
+        for _, sink, key in self._by_id.values():
+            self._events[sink].append((key, Failed(error)))
+        self._by_id.clear()
+        self._by_caller.clear()
+        self.deliver()

@@ -16,19 +16,17 @@ from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.draft_exchange import DraftExchange
+from services.target.drafts.draft_exchange import DraftExchange, SpeculationState
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.launcher import LaunchedStep, Launcher
-from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
 from services.target.rounds.head_rounds import HeadSteps
 from services.target.rounds.pushed_rounds import PushedSteps, Turn
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import StepParts
-from services.target.scheduler import AllLanes, Scheduler
+from services.target.scheduler import AllLanes, Scheduler, Subscriptions
 from services.target.sequence import Sequence as TargetSequence
-from services.target.speculation_state import SpeculationState
 from services.target.step_plan import narrowed
 from services.target.step_report import Clock, EngineGauges, HostGap, StepReport
 from services.target.verifier import Verifier

@@ -39,25 +39,13 @@ class ScheduledSequence:
         return lease.slots(self.start, self.start + self.num_rows + len(self.tree), page_size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
-    """The sequences of one step, and the sequences that lost their pages for it.
+    """The sequences of one step, and the sequences that lost their pages for it. The scheduler adds
+    to it until the rows are used up.
 
     Attributes:
         drawn: the scheduled sequences that draw.
-    """
-
-    scheduled: tuple[ScheduledSequence, ...]
-    drawn: tuple[ScheduledSequence, ...]
-    admitted: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
-
-
-@dataclass(slots=True)
-class PlanInProgress:
-    """A plan under construction, and the rows that it may still compute.
-
-    Attributes:
         num_prompt_rows_left: rows of prompt chunks that the step may still compute.
         num_scored_rows_left: rows among them that may score prompt tokens.
     """
@@ -65,6 +53,7 @@ class PlanInProgress:
     num_prompt_rows_left: int
     num_scored_rows_left: int = MAX_SCORED_ROWS
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    drawn: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 

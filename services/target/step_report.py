@@ -32,7 +32,8 @@ class OutcomeTally:
     Attributes:
         hits: verdicts whose next tree had arrived before them, by (position, rank).
         misses: verdicts that none of the prepared trees fits, by position.
-        num_late_hits: verdicts whose next tree had been pushed before them, but arrived later.
+        num_late_hits: verdicts whose next tree had been pushed before them, but arrived later; they
+            stay a miss or unprepared.
         num_unprepared: verdicts for which no tree had been pushed.
     """
 
@@ -50,11 +51,6 @@ class OutcomeTally:
         return self.misses.total()
 
     @property
-    def is_all_hits(self) -> bool:
-        """Whether there were verdicts, and all of them were hits."""
-        return bool(self.hits) and not self.misses and not self.num_unprepared
-
-    @property
     def hit_rate(self) -> float:
         """Hits as a share of hits and misses, with one hit added; 1 before the first verdict."""
         return (self.num_hits + 1) / (self.num_hits + self.num_misses + 1)
@@ -68,46 +64,12 @@ class OutcomeTally:
         else:
             self.num_unprepared += 1
 
-    def count_late_hit(self) -> None:
-        """Counts a candidate that came after its verdict, which stays a miss or unprepared."""
-        self.num_late_hits += 1
-
     def add(self, other: OutcomeTally) -> None:
         """Adds the counts of another tally."""
         self.hits.update(other.hits)
         self.misses.update(other.misses)
         self.num_late_hits += other.num_late_hits
         self.num_unprepared += other.num_unprepared
-
-
-class RecentOutcomes:
-    """Counts the verdicts on trees of all drafts since the last `take`, and adds each to the tally
-    of its draft, which spans the draft's life."""
-
-    def __init__(self) -> None:
-        self._recent = OutcomeTally()
-
-    def count(
-        self,
-        of_draft: OutcomeTally,
-        position: int,
-        foreseen: Foreseen | None,
-        *,
-        was_prepared: bool,
-    ) -> None:
-        """Counts one verdict on a tree of a draft."""
-        for tally in (of_draft, self._recent):
-            tally.count(position, foreseen, was_prepared=was_prepared)
-
-    def count_late_hit(self, of_draft: OutcomeTally) -> None:
-        """Counts a candidate of a draft that arrived after its verdict."""
-        for tally in (of_draft, self._recent):
-            tally.count_late_hit()
-
-    def take(self) -> OutcomeTally:
-        """Returns the counts since the last call."""
-        recent, self._recent = self._recent, OutcomeTally()
-        return recent
 
 
 Clock = Callable[[], float]

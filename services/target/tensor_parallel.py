@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 from services.followers import Followers, Seat, check_shard, follow_first_host, rank_devices
 from services.hosts import Terms
-from services.target.runner_factory import build_runner, first_shard
+from services.target.engine_factory import build_runner, first_shard
 from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.weight_stager import FollowingStager, RankCall, WeightStager
 from shared.models.config import ModelConfig

@@ -15,7 +15,7 @@ from services.target.sequence import Sequence, TokenRules
 from services.target.step_plan import ScheduledSequence
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import UploadMemory
-from shared.speculation.row_masks import (
+from shared.speculation.row_sampling import (
     ALL_TOKENS,
     WORD_BITS,
     TreeMasks,

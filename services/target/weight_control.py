@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
-from services.target.scheduler import Scheduler
+from services.target.scheduler import Scheduler, Subscriptions
 from services.target.sequence import Sequence
 from services.target.weight_stager import RankCall, RankStages
 from shared.errors import FailedPrecondition

@@ -13,7 +13,7 @@ from grpc import aio
 from shared.errors import InvalidArgument, Unimplemented
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
-from shared.rpc.lifecycle import Lifecycle, State
+from shared.rpc.server import Lifecycle, State
 
 DEFAULT_GRACE_S = 30.0
 _STATES = {

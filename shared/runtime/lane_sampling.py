@@ -17,12 +17,13 @@ from torch import Tensor
 from shared.kv.upload import uploaded, uploaded_numbers
 from shared.runtime.host_copy import HostCopy, PinnedMemory
 from shared.runtime.round_state import LENGTH, NewLane, RoundState
-from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
-from shared.speculation.row_masks import TreeMasks, mask_logits
+from shared.speculation.distributions import packed_logprobs, unpacked_logprobs
 from shared.speculation.row_sampling import (
     RowSampling,
     TokenCounts,
+    TreeMasks,
     histogram,
+    mask_logits,
     row_sampling,
     uploaded_tensor,
 )

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundSampling, RoundState
 from shared.runtime.tree_draft import DraftCode
+from shared.sampling_defaults import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.speculation.tree import NO_TOKEN
 
 MAX_OUTCOMES = 8

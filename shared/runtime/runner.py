@@ -55,13 +55,10 @@ class ModelRunner:
         )
         self.decoder = decoder
         self.pool = pool
+        self.device, self.page_size = pool.device, pool.page_size
         self._graphs = graphs
         self.leader = leader
         self.cache = cache or CacheSize(pool.storage.nbytes)
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
 
     @property
     def has_graphs(self) -> bool:
@@ -72,10 +69,6 @@ class ModelRunner:
     def computes_aside(self) -> bool:
         """Whether the host is free once a step is launched. On a CPU, launching is computing."""
         return self.device.type != "cpu"
-
-    @property
-    def page_size(self) -> int:
-        return self.pool.page_size
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:

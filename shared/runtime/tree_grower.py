@@ -124,7 +124,10 @@ class TreeGrower:
     ) -> Parts:
         """Begins a pass without reading its trees, as followers of rank 0 do; see `begin`."""
         if scores is None:
-            self._note_kind(RoundSampling.of(sequence.sampling for sequence in sequences))
+            # The kind of sampling seen last is the last one.
+            kind = RoundSampling.of(sequence.sampling for sequence in sequences)
+            self._kinds.pop(kind, None)
+            self._kinds[kind] = None
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk, is_plain=scores is not None)
         return chosen.begin(sequences, sources, scores)
 
@@ -196,12 +199,6 @@ class TreeGrower:
     def _last_kind(self) -> RoundSampling:
         return next(reversed(self._kinds))
 
-    def _note_kind(self, kind: RoundSampling) -> None:
-        """Moves the kind of sampling to the end, as the one seen last."""
-        if not self._kinds or self._last_kind is not kind:
-            self._kinds.pop(kind, None)
-            self._kinds[kind] = None
-
     def _pass_of(
         self, tree: TreeShape, num_choices: int, *, is_walk: bool = False, is_plain: bool = False
     ) -> TreePass:
@@ -219,16 +216,12 @@ class TreeGrower:
     def _key(
         self, tree: TreeShape, num_choices: int, *, is_walk: bool, is_plain: bool = False
     ) -> tuple[TreeShape, PassKind]:
-        width = self._choice_bucket(tree, num_choices)
+        width = 0
+        if num_choices:  # rounded up, so that few graphs are needed
+            wanted = max(num_choices, tree.topk)
+            sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
+            width = min(next(sizes, wanted), self.model.vocab_size)
         return _common_shape(tree), PassKind(width, self._is_split, is_walk, is_plain)
-
-    def _choice_bucket(self, tree: TreeShape, num_choices: int) -> int:
-        """Returns how many tokens a pass looks for, rounded up so that few graphs are needed."""
-        if not num_choices:
-            return 0
-        wanted = max(num_choices, tree.topk)
-        sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
-        return min(next(sizes, wanted), self.model.vocab_size)
 
     def _new_pass(self, tree: TreeShape, kind: PassKind) -> TreePass:
         # Passes with choices compute the leaves, too.

@@ -153,13 +153,9 @@ class OpenSequence:
     walk: WalkedTree | None = None
 
     @property
-    def num_open(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def length(self) -> int:
         """One more than the number of committed rows."""
-        return self.num_computed + self.num_open + 1
+        return self.num_computed + len(self.token_ids) + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +253,7 @@ class OpenSlots:
 def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
     row, count = empty_number_row(max_open_rows), len(sequence.token_ids)
     assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
-    row[LENGTH], row[OPEN], row[ACTIVE] = sequence.num_computed + count + 1, count, 1
+    row[LENGTH], row[OPEN], row[ACTIVE] = sequence.length, count, 1
     row[SEED], row[OFFSET] = signed_seed(sequence.sampling.seed), sequence.num_before
     row[TAIL : TAIL + count] = sequence.token_ids
     return row
@@ -347,9 +343,11 @@ class TreePass:
         captured = self._graph_of(bucket, sampling) if self._has_graphs else None
         longest = max(sequence.length for sequence in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
-        kv_length = longest + self._spare
+        # The KV indices that a pass may address.
+        num_beam_rows = self.num_levels * self.shape.tree.topk
+        kv_length = longest + max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
         if captured is None:
-            widest = max(sequence.num_open for sequence in sequences)
+            widest = max(len(sequence.token_ids) for sequence in sequences)
             arrays = self._arrays(sequences, len(sequences), widest, kv_length)
             device, read = self._pool.device, self._sources
             if sources:
@@ -409,18 +407,6 @@ class TreePass:
         is_last = not self.kind.num_choices
         return isinstance(part, PackedRows) or (is_last and isinstance(part, PackedTrees))
 
-    @property
-    def _walk_size(self) -> tuple[int, int]:
-        tree = self.shape.tree
-        size = tree.num_steps * tree.topk, WALK_LINE + tree.num_steps
-        return size if self.kind.is_walk else (0, 0)
-
-    @property
-    def _spare(self) -> int:
-        """Number of KV indices that a pass may address behind a sequence."""
-        num_beam_rows = self.num_levels * self.shape.tree.topk
-        return max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
-
     def _bucket_for(self, num_sequences: int, sampling: RoundSampling) -> int:
         """Returns the slots of a pass: those of the smallest captured graph that is not much too
         large, else of the smallest bucket that holds the sequences."""
@@ -434,12 +420,15 @@ class TreePass:
         self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, kv_length: int
     ) -> OpenArrays:
         """Lays out sequences with page tables that cover `kv_length` tokens."""
+        tree = self.shape.tree
         return OpenArrays.of(
             sequences,
             num_slots=num_slots,
             max_open_rows=max_open_rows,
             num_pages=-(-kv_length // self._pool.page_size),
-            walk_size=self._walk_size,
+            walk_size=(tree.num_steps * tree.topk, WALK_LINE + tree.num_steps)
+            if self.kind.is_walk
+            else (0, 0),
         )
 
     def _draft(self, shape: RoundShape, sources: Tensor) -> TreeDraft:
@@ -653,10 +642,6 @@ class GrowingTrees:
         part = next(self._parts)
         self._num_queued += 1
         self._is_queued = self._pass.ends_with(part)
-        self._keep(part)
-        return True
-
-    def _keep(self, part: Part) -> None:
         match part:
             case PackedTrees():
                 self._trees = HostCopy(part.numbers[: self._num_sequences])
@@ -665,6 +650,7 @@ class GrowingTrees:
                 if part.states is not None:
                     # The next pass overwrites the states.
                     self._states = part.states[: self._num_sequences].clone()
+        return True
 
     def _tree(self, place: int, row: list[int], scores: list[float]) -> PassTree:
         """Unpacks one row of `PackedTrees`. `scores` are the bits of `row` as floats."""

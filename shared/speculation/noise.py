@@ -106,12 +106,10 @@ def fresh_coins(num_coins: int, generator: torch.Generator) -> tuple[float, ...]
 
 def _words(seeds: Array, positions: Array, blocks: Array, stream: int) -> Words[Array]:
     """Four words for each row `[R, 1]` and block `[1, B]`; token id `4 * block + w` owns word w."""
-    low, high = _halves(positions)
-    return philox_4x32_10((blocks, positions * 0 + stream, low, high), _halves(seeds))
-
-
-def _halves(values: Array) -> Key[Array]:
-    return values & _WORD_MASK, (values >> 32) & _WORD_MASK
+    (low, high), key = [
+        (values & _WORD_MASK, (values >> 32) & _WORD_MASK) for values in (positions, seeds)
+    ]
+    return philox_4x32_10((blocks, positions * 0 + stream, low, high), key)
 
 
 def _gumbel(words: Tensor) -> Tensor:

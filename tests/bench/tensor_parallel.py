@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from services.target.runner_factory import build_runner
+from services.target.engine_factory import build_runner
 from services.target.settings import DraftNeeds, TargetSettings
 from services.target.tensor_parallel import start_followers
 from shared.kv.batch import SequenceRows, build_batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.draft.drafters import model_factory
-from services.target import runner_factory
+from services.target import engine_factory
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.heads import target_tensors
@@ -61,7 +61,7 @@ def test_other_folders_are_loaded_as_ever(small: Path) -> None:
 
 
 def test_both_services_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    factories = (runner_factory, model_factory)
+    factories = (engine_factory, model_factory)
     for factory in factories:
         monkeypatch.setattr(factory, "load_decoder", load_decoder)
     monkeypatch.setattr(target_tensors, "TargetFolder", target_tensors.TargetFolder)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from services.draft.drafters import model_factory
-from services.target import runner_factory
+from services.target import engine_factory
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import LoadFormat, ModelOptions
 from shared.models.checkpoint import Checkpoint
@@ -110,6 +110,6 @@ def open_wide_checkpoint(folder: Path, load_format: LoadFormat = LoadFormat.AUTO
 def load_wide_models() -> None:
     """Replaces the loaders of target and drafts in this process."""
     Checkpoint.open = staticmethod(open_wide_checkpoint)  # type: ignore[assignment,method-assign]
-    for factory in (runner_factory, model_factory):
+    for factory in (engine_factory, model_factory):
         factory.load_decoder = load_wide_decoder  # type: ignore[attr-defined]
     target_tensors.TargetFolder = open_wide_target  # type: ignore[assignment,misc]

@@ -38,8 +38,7 @@ from gateway.settings import GatewaySettings
 from shared.model_files import tokenizer_sha256
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind
+from shared.rpc.server import Lifecycle, bind
 from tests.fuzz.connection import Connection
 from tests.fuzz.findings import MAX_SECONDS, BugLog, Findings
 from tests.fuzz.mutations import BODIES, mutated, nasty_path, written

@@ -22,8 +22,7 @@ from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind
+from shared.rpc.server import Lifecycle, bind
 from shared.telemetry.logs import JsonFormatter, TextFormatter
 from tests.gateway.driving import CHAT, MakeGateway, eventually
 from tests.helpers.fake_target import FakeTarget

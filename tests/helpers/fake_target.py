@@ -13,8 +13,7 @@ from grpc import aio
 
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.tls import ServerTls
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["TargetService"]

@@ -11,8 +11,7 @@ import grpc
 from grpc import aio
 
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.tls import ClientTls, ServerTls
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

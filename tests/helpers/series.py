@@ -8,8 +8,7 @@ from gateway.api_keys import Quotas
 from gateway.metrics import GatewayMetrics
 from gateway.pool import TargetPool
 from gateway.settings import GatewaySettings
-from services.draft.metrics import DraftMetrics
-from services.draft.recorder import DraftCounters
+from services.draft.metrics import DraftCounters, DraftMetrics
 from services.target.metrics import TargetMetrics, WantedMetrics
 from shared.telemetry.vllm_metrics import EngineFigures, VllmMetrics
 from shared.telemetry.wire_meter import WireMeter, WireMetrics

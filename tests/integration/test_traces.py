@@ -15,8 +15,8 @@ from gateway.pool import TargetPool
 from gateway.settings import GatewaySettings
 from services.draft.drafter_factory import build_drafter
 from services.draft.events import WorkerIdentity
+from services.draft.metrics import DraftRecorder
 from services.draft.process import DraftProcess
-from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
@@ -114,6 +114,6 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
     for name in (
         "gateway.metrics",
         "services.target.requests.admission",
-        "services.draft.recorder",
+        "services.draft.metrics",
     ):
         assert (name, "abc") in lines.lines

@@ -23,8 +23,7 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grp
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.text import Tokenizer
 
 TOKENS_A_STEP = 3

@@ -26,7 +26,7 @@ from services.followers import end_processes
 from services.hosts import HostLinks, Terms, await_hosts, join_hosts, open_store
 from services.ranks import Ranks
 from services.target.__main__ import read_settings
-from services.target.runner_factory import build_runner
+from services.target.engine_factory import build_runner
 from services.target.tensor_parallel import start_followers
 from shared.errors import SettingsError
 from shared.tokens import SamplingParams, StopParams

@@ -22,7 +22,6 @@ from services.draft.drafters.contexts import ContextDrafter, Contexts, GrownRows
 from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.pass_trees import (
     Branch,
-    BranchQueue,
     BranchRequest,
     PassTrees,
     grown_shape,
@@ -56,16 +55,31 @@ class BranchPass:
     unneeded: list[Branch] = field(default_factory=list)
 
 
+def _take(queue: dict[SequenceKey, list[BranchRequest]], count: int) -> list[BranchRequest]:
+    """Removes and returns up to `count` waiting requests whose trees have the same shape."""
+    batch: list[BranchRequest] = []
+    for key, requests in list(queue.items()):
+        room = count - len(batch)
+        if batch and requests and requests[0].verified.shape != batch[0].verified.shape:
+            continue
+        batch += requests[:room]
+        if len(requests) > room:
+            queue[key] = requests[room:]
+            break
+        del queue[key]
+    return batch
+
+
 class BranchPasses:
     """Runs passes over the branch requests that wait, as many requests as fit a pass.
 
     Args:
-        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.begin`.
         make_room: frees pages of less important branches; returns whether there were any.
 
     Attributes:
-        queue: branch requests that wait for a pass.
+        queue: branch requests that wait for a pass, of each sequence.
         under_way: the current pass, if there is one.
+        budget: see `Lookahead`.
     """
 
     def __init__(
@@ -73,13 +87,13 @@ class BranchPasses:
         trees: PassTrees,
         contexts: Contexts,
         *,
-        num_choices: Callable[[TreeShape], int],
         make_room: Callable[[], bool],
     ) -> None:
-        self.queue = BranchQueue()
+        self.queue: dict[SequenceKey, list[BranchRequest]] = {}
         self.under_way: BranchPass | None = None
         self._trees, self._contexts = trees, contexts
-        self._num_choices, self._make_room = num_choices, make_room
+        self.budget = 0
+        self._make_room = make_room
 
     @property
     def is_idle(self) -> bool:
@@ -149,8 +163,18 @@ class BranchPasses:
 
     def _begin(self) -> BranchPass | None:
         """Begins a pass for waiting requests; None where there are no pages for any of them."""
-        requests = self.queue.take(self._trees.max_sequences)
-        branches = [branch for branch in map(self._open_branch, requests) if branch is not None]
+        branches: list[Branch] = []
+        for request in _take(self.queue, self._trees.max_sequences):
+            parent = None if request.parent is None else request.parent.kv
+            sequence, shape = request.verified.sequence, request.verified.shape
+            # Where tree rows are not kept, the leaves need none: nothing continues from them.
+            num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
+            place = parent, request.rows.rows_by_path[request.accepted], num_levels * shape.topk
+            kv = self._contexts.branch(sequence, *place)
+            if kv is None and parent is None and self._make_room():
+                kv = self._contexts.branch(sequence, *place)
+            if kv is not None:
+                branches.append(Branch(request, kv))
         if not branches:
             return None
         requests = [branch.request for branch in branches]
@@ -160,17 +184,8 @@ class BranchPasses:
             )
             for branch in branches
         ]
-        trees = self._trees.begin(requests, rows, self._num_choices(requests[0].verified.shape))
+        trees = self._trees.begin(requests, rows, self.budget)
         return BranchPass(trees, branches)
-
-    def _open_branch(self, request: BranchRequest) -> Branch | None:
-        parent = None if request.parent is None else request.parent.kv
-        sequence, path_rows = request.verified.sequence, request.rows.rows_to(request.accepted)
-        num_rows = self._trees.num_branch_rows(request.verified.shape)
-        kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
-        if kv is None and parent is None and self._make_room():
-            kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
-        return None if kv is None else Branch(request, kv)
 
     def _end(self, branch_pass: BranchPass) -> None:
         """Frees the branches that the pass does not write to any more."""
@@ -189,12 +204,9 @@ class BranchLookahead(Lookahead, ABC):
     _contexts: Contexts
 
     def __init__(self, trees: PassTrees, contexts: Contexts) -> None:
-        self._budget = 0
         self._trees, self._contexts = trees, contexts
         self._shares = RankShares()
-        self._passes = BranchPasses(
-            trees, contexts, num_choices=self._num_branch_choices, make_room=self._drop_children
-        )
+        self._passes = BranchPasses(trees, contexts, make_room=self._drop_children)
         # The computed rows of the trees under verification.
         self._rows: dict[SequenceKey, GrownRows] = {}
         # Branches that still grow although their verdicts have arrived: their trees are due now.
@@ -202,11 +214,11 @@ class BranchLookahead(Lookahead, ABC):
 
     @property
     def budget(self) -> int:
-        return self._budget
+        return self._passes.budget
 
     @budget.setter
     def budget(self, budget: int) -> None:
-        self._budget = budget
+        self._passes.budget = budget
         if not budget:
             self._give_up()
 
@@ -230,7 +242,7 @@ class BranchLookahead(Lookahead, ABC):
         trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
         return list(map(Proposal, (*whole, *rest), trees))
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+    def resume(self, sequence: DraftSequence) -> bool:
         """Whether the tree for the current round grows already."""
         return sequence.key in self._decided
 
@@ -295,10 +307,6 @@ class BranchLookahead(Lookahead, ABC):
         is_next = self._rows.get(request.key) is request.rows
         return is_next or self._decided.get(request.key) is branch
 
-    def _num_branch_choices(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each row of a branch, see `TreeGrower.begin`."""
-        return 0
-
     def _drop_children(self) -> bool:
         """Frees the children of all branches; returns whether there were any."""
         return False
@@ -360,7 +368,7 @@ class TreeDrafter(ContextDrafter):
         return None if self._model.group is not None else self._model
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        shape = self._grown_shape(shape)
+        shape = grown_shape(shape, self._model.vocab_size)
         # Where the drafter prepares for verdicts, the rows of a tree's leaves are computed, too.
         is_ahead = self._branches is not None and self._branches.budget > 0
         num_levels = shape.num_steps if is_ahead else shape.num_steps - 1
@@ -388,6 +396,3 @@ class TreeDrafter(ContextDrafter):
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         assert self._branches is not None
         return self._branches.propose(sequences, shape)
-
-    def _grown_shape(self, shape: TreeShape) -> TreeShape:
-        return grown_shape(shape, self._model.vocab_size)

@@ -42,29 +42,26 @@ class GrownRows:
         self.tree = grown.tree
         self._levels, self._rows = grown.levels, grown.rows
 
-    def rows_to(self, path: Path) -> tuple[int, ...]:
-        """Returns the rows of a computed node's ancestors, then the node's own row."""
-        return self._rows_by_path[path]
-
     def longest_match(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the rows of the longest computed path that is a prefix of `token_ids`."""
         path = tuple(token_ids)
-        while path not in self._rows_by_path:
+        while path not in self.rows_by_path:
             path = path[:-1]
-        return self._rows_by_path[path]
+        return self.rows_by_path[path]
 
     def continuations(self, path: Path) -> Sequence[Continuation]:
         """Returns the best tokens after a node, best first; empty for a node without a row."""
-        rows = self._rows_by_path.get(path)
+        rows = self.rows_by_path.get(path)
         return () if rows is None else self._rows.after(rows[-1] + 1 if rows else 0)
 
     def pass_row(self, path: Path) -> tuple[PassRows, int]:
         """Returns all rows of the pass, and the index among them of a computed node's row."""
-        rows = self._rows_by_path[path]
+        rows = self.rows_by_path[path]
         return self._rows, rows[-1] + 1 if rows else 0
 
     @cached_property
-    def _rows_by_path(self) -> dict[Path, tuple[int, ...]]:
+    def rows_by_path(self) -> dict[Path, tuple[int, ...]]:
+        """The rows of each computed node's ancestors, then the node's own row."""
         # Computed when needed: most trees are for verdicts that never arrive.
         rows_by_path: dict[Path, tuple[int, ...]] = {(): ()}
         parent_paths: list[Path] = [()]
@@ -295,9 +292,6 @@ class Contexts(ABC):
         """Replaces the window by one that starts at the row of position `window_start`."""
         Contexts.close(self, sequence)
         self._open_at(sequence, window_start)
-
-    def _is_outgrown(self, sequence: DraftSequence) -> bool:
-        return self.num_window_rows(sequence) > self.max_rows
 
     def _open_sequence(self, sequence: DraftSequence) -> OpenSequence:
         """Lays out all committed rows that are left and counts them as computed."""

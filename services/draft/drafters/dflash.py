@@ -37,9 +37,8 @@ from shared.kv.upload import uploaded_numbers
 from shared.models.heads.dflash import DflashHead
 from shared.runtime.host_copy import joined_rows
 from shared.runtime.tree_model import BlockModel, RoundModel
-from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
-from shared.speculation.tree import row_paths
+from shared.speculation.tree import grow_block_tree, row_paths
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 log = logging.getLogger(__name__)

@@ -92,7 +92,7 @@ class Lookahead(Protocol):
     def begin(self, verified: VerifiedTree) -> None:
         """Prepares for the verdicts on a tree. Computes nothing."""
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+    def resume(self, sequence: DraftSequence) -> bool:
         """Continues the tree for the current round from what was computed ahead; `advance` will
         return that tree, without a condition. False when nothing was computed for it."""
         return False

@@ -79,14 +79,14 @@ class HeadBranches(BranchLookahead):
         if rows is not None and under_way is not None and under_way.trees.is_half_done:
             growing = self._passes.growing_branch(rows, path)
         # Without a budget no pass finds continuations, so there are no ranks to count.
-        if self._budget and rows is not None:
+        if self.budget and rows is not None:
             self._observe(rows, path)
         self.drop(sequence)
         if growing is not None:
             self._decided[key] = growing
 
     def drop(self, sequence: DraftSequence) -> None:
-        self._passes.queue.drop(sequence.key)
+        self._passes.queue.pop(sequence.key, None)
         for state in (self._walks, self._rows, self._decided):
             state.pop(sequence.key, None)
 
@@ -138,7 +138,7 @@ class HeadBranches(BranchLookahead):
     def _request_branches(self, verified: VerifiedTree, rows: GrownRows) -> None:
         requests = self._likely_requests(verified, rows)
         if requests:
-            self._passes.queue.put(verified.sequence.key, requests)
+            self._passes.queue[verified.sequence.key] = requests
 
     def _collect(self, branch: Branch) -> Proposal | None:
         key = branch.request.key

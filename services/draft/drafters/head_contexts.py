@@ -176,7 +176,7 @@ class HeadContexts(FeatureContexts):
     def slide(self, sequence: DraftSequence) -> bool:
         """Starts over with the younger half of an outgrown context, as far back as there are
         features; returns whether the context was outgrown."""
-        is_outgrown = self._is_outgrown(sequence)
+        is_outgrown = self.num_window_rows(sequence) > self.max_rows
         if is_outgrown:
             start = sequence.num_tokens - 1 - self.num_kept_rows
             self._restart(sequence, max(start, self._features[sequence.key].start))

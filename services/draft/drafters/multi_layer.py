@@ -20,6 +20,7 @@ from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import SequenceKv
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.pass_trees import grown_shape
 from services.draft.events import MappedHeadLimits
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows, build_batch
@@ -153,7 +154,7 @@ class MultiLayerDrafter(EagleDrafter):
 
     @torch.inference_mode()
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        shape = self._grown_shape(shape)
+        shape = grown_shape(shape, self._model.vocab_size)
         self._compute_beyond_window(sequences, shape)
         growth, scores = TreeGrowth(shape), DraftScores(sequences)
         layouts = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]

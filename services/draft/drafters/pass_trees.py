@@ -68,40 +68,6 @@ class Branch:
         return self.grown
 
 
-class BranchQueue:
-    """Branch requests that wait for a pass, sequence by sequence."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[SequenceKey, list[BranchRequest]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_key)
-
-    def put(self, key: SequenceKey, requests: list[BranchRequest]) -> None:
-        """Replaces the waiting requests of a sequence."""
-        self._by_key[key] = requests
-
-    def drop(self, key: SequenceKey) -> None:
-        self._by_key.pop(key, None)
-
-    def clear(self) -> None:
-        self._by_key.clear()
-
-    def take(self, count: int) -> list[BranchRequest]:
-        """Removes and returns up to `count` requests whose trees have the same shape."""
-        batch: list[BranchRequest] = []
-        for key, requests in list(self._by_key.items()):
-            room = count - len(batch)
-            if batch and requests and requests[0].verified.shape != batch[0].verified.shape:
-                continue
-            batch += requests[:room]
-            if len(requests) > room:
-                self._by_key[key] = requests[room:]
-                break
-            del self._by_key[key]
-        return batch
-
-
 def with_descendants(branches: Iterable[Branch]) -> Iterator[Branch]:
     """Yields branches and all their descendants."""
     for branch in branches:
@@ -134,18 +100,17 @@ class PassTrees:
     Args:
         generator: random generator on the host, for chains drawn for targets that verify by the
             draft's distributions. Seeded by the system when left out.
+
+    Attributes:
+        max_sequences: most trees of one pass.
     """
 
     def __init__(
         self, grower: TreeGrower, contexts: Contexts, generator: torch.Generator | None = None
     ) -> None:
+        self.max_sequences = grower.limits.max_sequences
         self._grower, self._split = grower, grower.split()
         self._contexts, self._generator = contexts, generator or fresh_generator()
-
-    @property
-    def max_sequences(self) -> int:
-        """Most trees of one pass."""
-        return self._grower.limits.max_sequences
 
     def shape(self, shape: TreeShape) -> TreeShape:
         """See `grown_shape`."""
@@ -215,30 +180,30 @@ class PassTrees:
             sequences: at most `max_sequences`; see `grow`.
             shape: see `TreeGrower.walk`.
         """
-        rows, sources = self._open(sequences, shape)
+        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
+        max_rows = self._grower.max_open_rows(shape)
+        rows, sources = self._contexts.open_pass(sequences, max_rows)
         walked = self._grower.walk(rows, sources, trees, shape, num_choices=num_choices)
-        self._settle(sequences)
+        for sequence in sequences:
+            self._contexts.settle(sequence)
         return list(map(GrownRows, walked))
 
-    def num_branch_rows(self, shape: TreeShape) -> int:
-        """Returns how many rows of a branch's tree are computed. Where tree rows are not kept, the
-        leaves need none: nothing continues from them."""
-        num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
-        return num_levels * shape.topk
-
     def begin(
-        self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], num_choices: int
+        self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], budget: int
     ) -> GrowingTrees:
         """Begins to grow a tree in each branch, all of one shape, after the bonus token of its
         verdict. The pass can pause while other trees are grown; the next `begin` ends it."""
         self._contexts.apply_moves()
-        states: Sequence[Tensor] = ()
+        shape = requests[0].verified.shape
+        states, choices = list[Tensor](), num_choices(shape, budget)
         if not self._contexts.keeps_tree_rows:
-            # The states of the accepted nodes stand in for features.
+            # The states of the accepted nodes stand in for features. Only the trees are kept, so
+            # nothing continues from their rows.
+            choices = 0
             states = PassRows.states(
                 request.rows.pass_row(request.accepted) for request in requests
             )
-        return self._split.begin(rows, states, requests[0].verified.shape, num_choices=num_choices)
+        return self._split.begin(rows, states, shape, num_choices=choices)
 
     def _batches(self, sequences: Sequence[DraftSequence]) -> Iterator[Sequence[DraftSequence]]:
         """Yields the sequences in batches of one pass."""
@@ -266,22 +231,15 @@ class PassTrees:
         num_choices: int,
         scores: DraftScores | None = None,
     ) -> list[GrownRows]:
-        rows, sources = self._open(sequences, shape)
+        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
+        max_rows = self._grower.max_open_rows(shape)
+        rows, sources = self._contexts.open_pass(sequences, max_rows)
         growing = self._grower.begin(rows, sources, shape, num_choices=num_choices, scores=scores)
         growing.queue()
         # The device computes meanwhile.
-        self._settle(sequences)
+        for sequence in sequences:
+            self._contexts.settle(sequence)
         grown = list(map(GrownRows, growing.read()))
         for sequence, rows_of_tree in zip(sequences, grown, strict=True):
             self._contexts.set_subtree(sequence, rows_of_tree)
         return grown
-
-    def _open(
-        self, sequences: Sequence[DraftSequence], shape: TreeShape
-    ) -> tuple[list[OpenSequence], list[Tensor]]:
-        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
-        return self._contexts.open_pass(sequences, self._grower.max_open_rows(shape))
-
-    def _settle(self, sequences: Sequence[DraftSequence]) -> None:
-        for sequence in sequences:
-            self._contexts.settle(sequence)

@@ -22,7 +22,7 @@ from services.draft.drafters.branch_drafter import (
 )
 from services.draft.drafters.contexts import BranchKv, Contexts, GrownRows, Path
 from services.draft.drafters.drafter import Proposal, VerifiedTree
-from services.draft.drafters.pass_trees import Branch, PassTrees, num_choices, with_descendants
+from services.draft.drafters.pass_trees import Branch, PassTrees, with_descendants
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from shared.kv.batch import build_batch
@@ -31,7 +31,7 @@ from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
 from shared.runtime.tree_pass import OpenSequence
-from shared.tokens import TreeShape, Verdict
+from shared.tokens import Verdict
 
 
 class StandaloneContexts(Contexts):
@@ -45,8 +45,20 @@ class StandaloneContexts(Contexts):
         self._runner = runner
 
     def commit(self, sequence: DraftSequence) -> None:
-        """Call after new tokens were committed: keeps the KV of those that the last tree held."""
-        self._keep_accepted(sequence)
+        """Call after new tokens were committed: keeps the KV of those that the last tree held.
+
+        It matches tokens, not the verdict's node indices: the verified tree may have been another
+        one, and KV depends on the tokens before it only.
+        """
+        kv = self.kv_of(sequence)
+        subtree, kv.subtree = kv.subtree, None
+        if subtree is not None:
+            base, pages = kv.num_computed, kv.lease.pages
+            rows = subtree.longest_match(sequence.token_ids[kv.window_start + base :])
+            moved = [(row, index) for index, row in enumerate(rows) if row != index]
+            sources = [base + row for row, _ in moved]
+            self._add_moves(pages, sources, pages, [base + index for _, index in moved])
+            kv.num_computed += len(rows)
         self._slide(sequence)
 
     def adopt(self, sequence: DraftSequence, branch: BranchKv, rows: GrownRows) -> None:
@@ -95,23 +107,8 @@ class StandaloneContexts(Contexts):
         self._runner.move(moves)
 
     def _slide(self, sequence: DraftSequence) -> None:
-        if self._is_outgrown(sequence):
+        if self.num_window_rows(sequence) > self.max_rows:
             self._restart(sequence, sequence.num_tokens - self.num_kept_rows)
-
-    def _keep_accepted(self, sequence: DraftSequence) -> None:
-        """Keeps the KV of committed tokens that the drafted subtree holds. It matches tokens, not
-        the verdict's node indices: the verified tree may have been another one, and KV depends on
-        the tokens before it only."""
-        kv = self.kv_of(sequence)
-        subtree, kv.subtree = kv.subtree, None
-        if subtree is None:
-            return
-        base, pages = kv.num_computed, kv.lease.pages
-        rows = subtree.longest_match(sequence.token_ids[kv.window_start + base :])
-        moved = [(row, index) for index, row in enumerate(rows) if row != index]
-        sources, targets = [base + row for row, _ in moved], [base + index for _, index in moved]
-        self._add_moves(pages, sources, pages, targets)
-        kv.num_computed += len(rows)
 
 
 MIN_PARENT_PROBABILITY = 0.25
@@ -152,7 +149,7 @@ class BranchDrafter(BranchLookahead):
         if 2 * len(paths) < verified.budget:
             requests = self._likely_requests(verified, rows)
             new_requests = [request for request in requests if request.path not in paths]
-            self._passes.queue.put(key, new_requests)
+            self._passes.queue[key] = new_requests
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         key, path = sequence.key, tuple(token_ids)
@@ -171,7 +168,7 @@ class BranchDrafter(BranchLookahead):
 
     def drop(self, sequence: DraftSequence) -> None:
         key = sequence.key
-        self._passes.queue.drop(key)
+        self._passes.queue.pop(key, None)
         self._passes.finish_writes(self._rows.pop(key, None))
         self._decided.pop(key, None)
         self._to_extend.pop(key, None)
@@ -234,7 +231,7 @@ class BranchDrafter(BranchLookahead):
                 # A verdict names nodes of the tree that the target receives.
                 tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
                 requests = self._likely_requests(replace(plan, tree=tree), branch.rows, branch)
-                self._passes.queue.put(key, requests)
+                self._passes.queue[key] = requests
         self._to_extend.clear()
 
     def _drop_children(self) -> bool:
@@ -275,9 +272,6 @@ class BranchDrafter(BranchLookahead):
     def _free(self, branches: Iterable[Branch]) -> None:
         for branch in with_descendants(branches):
             self._passes.free(branch)
-
-    def _num_branch_choices(self, shape: TreeShape) -> int:
-        return num_choices(shape, self.budget)
 
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from services.draft.events import (
     FeaturesArrived,
     LinkClosed,
     LinkTerms,
-    Opening,
     SequencesOpened,
     WeightsUpdated,
 )
+from shared.tokens import OpenedSequence
 
 _NUM_BUCKETS = 1000
 _MIN_SPLIT_TOKENS = 16
@@ -197,7 +197,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class _OpenSequence:
-    opening: Opening
+    opening: OpenedSequence
     pieces: list[Tensor] = field(default_factory=list)
 
     def example(self, now_s: float) -> Example:

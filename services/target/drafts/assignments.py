@@ -8,9 +8,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
-from services.target.drafts.attachment import Attachment, DraftRegistry, OpenedSequence
+from services.target.drafts.attachment import Attachment, DraftRegistry
 from services.target.sequence import Sequence
-from services.target.step_plan import NO_CUT_TREE, CutTree, narrowed
+from services.target.step_plan import NO_CUT_TREE, narrowed
 from services.target.step_report import Foreseen
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.sampling_defaults import OUTCOMES
@@ -19,6 +19,7 @@ from shared.tokens import (
     EMPTY_TREE,
     Candidate,
     Choice,
+    OpenedSequence,
     Outcome,
     TokenTree,
     TreeRequest,
@@ -58,7 +59,8 @@ class Assignment:
         candidate: the candidate for the current round.
         is_excused: the current round does not wait for a tree, because the draft reads a prompt or
             has said that its tree will be late.
-        allowed: the part of the candidate's tree that the request allows.
+        tree: the part of the candidate's tree that the request allows, perhaps empty.
+        drafted_nodes: for each node of `tree`, its index in the tree that the draft sent.
         is_stepping: a step is computing the current round, so its tree is fixed.
         stale_in_round: a candidate for another state has arrived since the last verdict.
         late_candidate: a candidate for the current round that arrived while a step computed it.
@@ -76,7 +78,8 @@ class Assignment:
     received_s: float | None = None
     candidate: Candidate | None = None
     is_excused: bool = True
-    allowed: CutTree = NO_CUT_TREE
+    tree: TokenTree = EMPTY_TREE
+    drafted_nodes: tuple[int, ...] = ()
     is_stepping: bool = False
     stale_in_round: bool = False
     late_candidate: Candidate | None = None
@@ -89,19 +92,9 @@ class Assignment:
     _last_verdict: _LastVerdict | None = None
 
     @property
-    def tree(self) -> TokenTree:
-        """The part of the current round's tree that the request allows, perhaps empty."""
-        return self.allowed[0]
-
-    @property
     def has_fixed_depth(self) -> bool:
         """Whether the request sets the depth of its trees, and so wants trees in every round."""
         return self.sequence.request.num_draft_steps is not None
-
-    @property
-    def worthwhile_wait_s(self) -> float:
-        """Longest time for which waiting for a tree can pay."""
-        return math.inf if self.has_fixed_depth else self.attachment.policy.worthwhile_wait_s
 
     @property
     def tree_request(self) -> TreeRequest:
@@ -135,10 +128,6 @@ class Assignment:
         """Whether the draft pushes trees for possible verdicts on the current round's tree."""
         return self.candidate is not None and self.candidate.candidate_id is not None
 
-    def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
-        """Returns nodes of `tree` as indices into the tree that the draft sent."""
-        return tuple(self.allowed[1][node] for node in nodes)
-
     def receive(self, candidate: Candidate, now_s: float) -> None:
         """Takes a candidate that arrived for the current round."""
         self._take(candidate)
@@ -170,11 +159,6 @@ class Assignment:
         """Whether the draft reads features and has not been sent all that exist."""
         is_reader = self.attachment.reads_features
         return is_reader and self.num_features > (self.num_features_sent or 0)
-
-    @property
-    def is_missed(self) -> bool:
-        """Whether the candidate that the current round waited for has not arrived."""
-        return self.candidate is None and not (self.requested.is_paused or self.is_excused)
 
     @property
     def has_waited(self) -> bool:
@@ -244,7 +228,10 @@ class Assignment:
         verified = self.candidate if was_verified else None
         verified_id = None if verified is None else verified.candidate_id
         key = accepted[-1] if accepted else -1, committed_token_ids[-1], verified_id or 0
-        selected = self._pushed_for(key)
+        selected = self._sealed.get(key)
+        if selected is None and key in self._pushed:
+            columns, place = self._pushed[key]
+            selected = columns.candidate(place)
         next_id = None if selected is None or not was_verified else selected.candidate_id
         if was_verified:
             outcome = Outcome.VERIFIED if selected is None else Outcome.VERIFIED_NEXT_READY
@@ -263,11 +250,14 @@ class Assignment:
             verified_id,
             next_id,
         )
-        foreseen = None if selected is None else Foreseen(len(accepted), self._rank(key))
+        foreseen = None
+        if selected is not None:
+            of_position = [pushed for pushed in self._pushed if pushed[0] == key[0]]
+            foreseen = Foreseen(len(accepted), of_position.index(key))
         self._last_verdict = _LastVerdict(round_, num_tokens - len(committed_token_ids), key)
         self._pushed.clear()
         self._sealed.clear()
-        self.candidate, self.allowed = None, NO_CUT_TREE
+        self.candidate, (self.tree, self.drafted_nodes) = None, NO_CUT_TREE
         if selected is not None:
             self._take(selected)
         late, self.late_candidate, self.late_subtree = self.late_candidate, None, EMPTY_TREE
@@ -284,11 +274,6 @@ class Assignment:
         return not is_served and self.attachment.timeout.awaits_probe(now_s)
 
     @property
-    def needs_every_step(self) -> bool:
-        """Whether the next step depends on this step's verdict or the draft's response to it."""
-        return not self.is_idle or self.candidate is not None
-
-    @property
     def is_idle(self) -> bool:
         """Whether no tree is wanted, neither for this round nor for the next."""
         return self.requested.is_paused and self.tree_request.is_paused
@@ -300,19 +285,8 @@ class Assignment:
 
     def _take(self, candidate: Candidate) -> None:
         self.candidate = candidate
-        self.allowed = narrowed(candidate.tree, self.sequence.request.num_draft_tokens)
-
-    def _pushed_for(self, key: ConditionKey) -> Candidate | None:
-        if key in self._sealed:
-            return self._sealed[key]
-        pushed = self._pushed.get(key)
-        if pushed is None:
-            return None
-        columns, place = pushed
-        return columns.candidate(place)
-
-    def _rank(self, key: ConditionKey) -> int:
-        return [pushed for pushed in self._pushed if pushed[0] == key[0]].index(key)
+        num_draft_tokens = self.sequence.request.num_draft_tokens
+        self.tree, self.drafted_nodes = narrowed(candidate.tree, num_draft_tokens)
 
 
 MIN_KIND_GAIN = 1.1
@@ -345,17 +319,13 @@ class Assignments:
 
     @property
     def needs_every_step(self) -> bool:
-        """Whether the next step of any sequence depends on the verdict of the current one."""
-        return any(assignment.needs_every_step for assignment in self)
+        """Whether the next step of any sequence depends on the verdict of the current one, or on
+        the draft's response to it."""
+        return any(own.candidate is not None or not own.is_idle for own in self)
 
     def get(self, sequence_id: int) -> Assignment | None:
         """Returns the assignment of a sequence; None when it has no draft."""
         return self._by_sequence_id.get(sequence_id)
-
-    def candidate_tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the tree for the sequence's current round, perhaps empty."""
-        assignment = self.get(sequence.sequence_id)
-        return EMPTY_TREE if assignment is None else assignment.tree
 
     def tree(self, sequence: Sequence) -> TokenTree:
         """Returns the tree to verify in the sequence's current round, perhaps empty: its candidate,
@@ -367,7 +337,8 @@ class Assignments:
 
     def has_tree(self, sequence: Sequence) -> bool:
         """Whether the sequence has a candidate tree for the current round."""
-        return bool(self.candidate_tree(sequence).token_ids)
+        assignment = self.get(sequence.sequence_id)
+        return assignment is not None and bool(assignment.tree.token_ids)
 
     def assign(self, sequence: Sequence, now_s: float) -> None:
         """Assigns a sequence to a draft with room, if it has none and trees are wanted: to the
@@ -512,12 +483,12 @@ def _is_wanted(attachment: Attachment, sequence: Sequence) -> bool:
     """Whether a draft may take a sequence and its trees are wanted."""
     if not attachment.takes(sequence):
         return False
-    return sequence.request.num_draft_steps is not None or attachment.policy.is_on
+    return sequence.request.num_draft_steps is not None or attachment.policy.current is not None
 
 
 def _is_unwanted(assignment: Assignment) -> bool:
     """Whether the draft's trees are no longer wanted for the sequence."""
-    return not (assignment.has_fixed_depth or assignment.attachment.policy.is_on)
+    return not (assignment.has_fixed_depth or assignment.attachment.policy.current is not None)
 
 
 def _speed(attachment: Attachment) -> float:

@@ -17,11 +17,9 @@ from services.target.step_report import OutcomeTally
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.tokens import (
-    ANY_TREE,
     NO_REPORT,
     DraftReport,
-    SamplingParams,
-    TreeRequest,
+    OpenedSequence,
     TreeShape,
     Verdict,
 )
@@ -233,21 +231,6 @@ class FeatureRows:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedSequence:
-    """A sequence as it is sent to a draft."""
-
-    sequence_id: int
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    round: int
-    tree_request: TreeRequest = ANY_TREE
-    request_id: str = ""
-    traceparent: str | None = None
-    cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftMessage:
     """The message to one draft after one step. At most one a step, for any batch size.
 
@@ -387,6 +370,8 @@ class Attachment:
         is_in_process: it reads hidden states on the target's device, behind the target's work.
         ring: shared memory through which it reads hidden states; None if messages carry them.
         outcomes: counts of the verdicts for which it had prepared a tree, over its life.
+        base_shape: shape of its trees unless another one is requested.
+        kind: algorithm, model and shape. Drafts of one kind propose alike.
         policy: decides the trees requested of drafts of its kind; set when the draft is added.
         warm_up: whether it captures CUDA graphs or compiles kernels now.
         rounds: its head and pages, for rounds on the device; None where it drafts by itself.
@@ -412,6 +397,8 @@ class Attachment:
     report: DraftReport = NO_REPORT
     counters: AttachmentCounters = field(default_factory=AttachmentCounters)
     outcomes: OutcomeTally = field(default_factory=OutcomeTally)
+    base_shape: TreeShape = field(init=False)
+    kind: tuple[str, str, TreeShape] = field(init=False)
     policy: DraftPolicy = field(init=False)
     warm_up: DraftWarmUp = field(default_factory=DraftWarmUp)
     sequence_ids: set[int] = field(default_factory=set)
@@ -423,21 +410,13 @@ class Attachment:
     outbox_weights: WeightVersion | None = None
 
     def __post_init__(self) -> None:
+        self.base_shape = self.identity.shape or DEFAULT_SHAPE
+        self.kind = self.identity.algorithm, self.identity.model_id, self.base_shape
         self.policy = DraftPolicy(self.base_shape, always_up_to=ALWAYS)
-
-    @property
-    def kind(self) -> tuple[str, str, TreeShape]:
-        """Algorithm, model and shape. Drafts of one kind propose alike."""
-        return self.identity.algorithm, self.identity.model_id, self.base_shape
 
     @property
     def reads_features(self) -> bool:
         return self.feature_spec is not None
-
-    @property
-    def is_mapping(self) -> bool:
-        """Whether its head prepares for rounds in mapped memory."""
-        return self.mapped is not None and self.rounds is None
 
     def placed(self, rows: Tensor) -> tuple[Tensor, int | None]:
         """Puts hidden states `[R, W]` where the draft can read them: on the device, in its ring,
@@ -451,11 +430,6 @@ class Attachment:
             return rows, None
         start = None if self.ring is None else self.ring.write(rows)
         return (rows.cpu() if start is None else rows), start
-
-    @property
-    def base_shape(self) -> TreeShape:
-        """The shape of its trees unless another one is requested."""
-        return self.identity.shape or DEFAULT_SHAPE
 
     @property
     def load(self) -> tuple[float, int]:

@@ -15,10 +15,10 @@ from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import Attachment, AttachmentStatus, DraftRegistry, Offer
 from services.target.drafts.draft_policy import ALWAYS
-from services.target.drafts.verdicts import Verdicts
 from services.target.sequence import Sequence
-from services.target.step_report import RecentOutcomes
+from services.target.step_report import OutcomeTally, SpeculationCounts
 from shared.candidate_columns import CandidateColumns, Run
+from shared.generation import DraftAnswer
 from shared.tokens import TreeRequest, TreeShape
 
 GATHERING_RESPONSES = 1.5
@@ -81,7 +81,11 @@ class Readiness:
                 waiting.append(assignment)
         if 2 * len(waiting) <= num_sequences:
             return False
-        self._hold_until_s = max(map(_expected_s, waiting))
+        for assignment in waiting:
+            if assignment.verdict_s is not None:  # else nothing tells when its tree arrives
+                usual_s = assignment.attachment.timeout.response_s or 0.0
+                expected_s = assignment.verdict_s + GATHERING_RESPONSES * usual_s
+                self._hold_until_s = max(self._hold_until_s, expected_s)
         return now_s < self._hold_until_s
 
     def is_ready(self, sequence: Sequence, now_s: float) -> bool:
@@ -104,13 +108,6 @@ class Readiness:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is not None:
                 assignment.is_stepping = True
-
-
-def _expected_s(waiting: Assignment) -> float:
-    """Returns the time by which a tree has usually arrived."""
-    if waiting.verdict_s is None:
-        return -math.inf
-    return waiting.verdict_s + GATHERING_RESPONSES * (waiting.attachment.timeout.response_s or 0.0)
 
 
 def _take(
@@ -145,15 +142,13 @@ class Attachments:
         assignments: the draft and the tree of each sequence.
         readiness: decides which sequences step now.
         verdicts: sends drafts the committed tokens.
-        outcomes: counts the verdicts for which drafts had prepared a tree.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
-        self.outcomes = RecentOutcomes()
         self.drafts = DraftRegistry(config, always_up_to=always_up_to)
         self.assignments = Assignments(self.drafts)
         self.readiness = Readiness(self.drafts, self.assignments)
-        self.verdicts = Verdicts(self.drafts, self.assignments, self.outcomes)
+        self.verdicts = Verdicts(self.drafts, self.assignments)
 
     @property
     def pays(self) -> bool | None:
@@ -209,7 +204,8 @@ class Attachments:
         if place is not None:
             assignment.receive(columns.candidate(place), offer.arrived_s)
             attachment.timeout.responded(assignment.response_s(offer.arrived_s))
-            self.outcomes.count_late_hit(attachment.outcomes)
+            for tally in (attachment.outcomes, self.verdicts.outcomes):
+                tally.num_late_hits += 1
 
     def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
         """Adds a draft, and assigns to drafts the running sequences that have none."""
@@ -250,3 +246,164 @@ def _requested_shape(attachment: Attachment, requests: SequenceOf[TreeRequest]) 
         shapes = Counter(request.shape or base for request in requests if not request.is_paused)
         return shapes.most_common(1)[0][0] if shapes else None
     return pinned or attachment.policy.choice
+
+
+class Verdicts:
+    """Sends verdicts to the drafts whose sequences have stepped. Owned by the engine thread.
+
+    For each round, `answer` and `count_round` are called, then `decided` unless the sequence ended.
+
+    Attributes:
+        outcomes: verdicts for which drafts had prepared a tree, since the last `take_counts`.
+        counts: paused rounds and trial rounds since then.
+    """
+
+    def __init__(self, drafts: DraftRegistry, assignments: Assignments) -> None:
+        self._drafts = drafts
+        self._assignments = assignments
+        self.outcomes, self.counts = OutcomeTally(), SpeculationCounts()
+
+    def take_counts(self) -> tuple[OutcomeTally, SpeculationCounts]:
+        """Returns the counts since the last call."""
+        taken = self.outcomes, self.counts
+        self.outcomes, self.counts = OutcomeTally(), SpeculationCounts()
+        return taken
+
+    def answer(self, sequence: Sequence) -> DraftAnswer | None:
+        """Returns the sequence's draft and its response time in the current round, if any."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            return None
+        response_s = None
+        if assignment.received_s is not None and assignment.verdict_s is not None:
+            response_s = assignment.received_s - assignment.verdict_s
+        return DraftAnswer(assignment.attachment.identity.algorithm, response_s)
+
+    def count_round(
+        self, sequence: Sequence, num_accepted: int, *, was_verified: bool, now_s: float
+    ) -> None:
+        """Counts a round of a sequence, also its last one."""
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            return
+        counters = assignment.attachment.counters
+        if was_verified:
+            counters.num_verified_rounds += 1
+            counters.num_accepted += num_accepted
+        elif assignment.candidate is None and not (
+            assignment.requested.is_paused or assignment.is_excused
+        ):
+            counters.num_missed_rounds += 1
+            assignment.attachment.timeout.missed(now_s)
+            sequence.stats.num_missed_rounds += 1
+
+    def decided(
+        self,
+        sequence: Sequence,
+        committed_token_ids: tuple[int, ...],
+        accepted_node_indices: tuple[int, ...],
+        *,
+        was_verified: bool,
+        since_s: float | None,
+        now_s: float,
+    ) -> None:
+        """Queues the verdict on a committed round, and selects the candidate pushed ahead for it.
+
+        `sequence.round` is the next round already.
+
+        Args:
+            accepted_node_indices: indices into `Assignment.tree`.
+            since_s: time of the verdict on the previous round; None for the first one.
+        """
+        round_s = None if since_s is None else now_s - since_s
+        assignment = self._assignments.get(sequence.sequence_id)
+        if assignment is None:
+            self._observe_undrafted(sequence, len(committed_token_ids), round_s)
+            return
+        attachment, was_prepared = assignment.attachment, assignment.has_pushed
+        accepted: tuple[int, ...] = ()
+        if was_verified:
+            accepted = tuple(assignment.drafted_nodes[node] for node in accepted_node_indices)
+        num_accepted = len(accepted) if was_verified else None
+        self._observe(assignment, len(committed_token_ids), num_accepted, round_s, now_s)
+        verdict, foreseen = assignment.decide(
+            committed_token_ids, accepted, was_verified=was_verified
+        )
+        attachment.outbox_verdicts.append(verdict)
+        if was_verified:
+            position = len(accepted_node_indices)
+            for tally in (attachment.outcomes, self.outcomes):
+                tally.count(position, foreseen, was_prepared=was_prepared)
+        _begin_wait(assignment, now_s)
+
+    def _observe_undrafted(
+        self, sequence: Sequence, num_committed: int, round_s: float | None
+    ) -> None:
+        """Updates the policies with a round of a sequence that has no draft."""
+        policies = self._drafts.policies
+        if round_s is None or sequence.request.speculation_disabled or not policies:
+            return
+        self.counts.num_paused_rounds += 1
+        began_with_draft = sequence.left_draft_in == sequence.round - 1
+        for policy in policies:
+            if began_with_draft:  # it may have waited for a tree
+                policy.observe_excused(num_committed)
+            else:
+                policy.observe_round(None, num_committed, round_s, has_tree=False)
+
+    def _observe(
+        self,
+        assignment: Assignment,
+        num_committed: int,
+        num_accepted: int | None,
+        round_s: float | None,
+        now_s: float,
+    ) -> None:
+        """Updates the policy with a round of a sequence that has a draft.
+
+        Args:
+            num_accepted: accepted nodes; None where no tree of the draft was verified.
+        """
+        policy, is_paused = assignment.attachment.policy, assignment.requested.is_paused
+        self.counts.num_paused_rounds += is_paused
+        self.counts.num_probe_rounds += policy.is_trying
+        is_whole = assignment.sequence.request.num_draft_tokens is None
+        if num_accepted is not None and is_whole:
+            policy.observe_accepted(assignment.shape, num_accepted)
+        if assignment.has_fixed_depth:
+            return
+        has_tree = num_accepted is not None
+        if is_paused:
+            is_excused = has_tree  # the draft pushed it before it knew that no tree is wanted
+        else:
+            # Instead of plain steps, trees are tried until a silent draft sends some.
+            is_tried = policy.is_trying and policy.choice is None
+            is_silent = is_tried and not assignment.has_waited
+            is_excused = not has_tree and (assignment.is_excused or is_silent)
+        if is_excused or round_s is None or assignment.was_warming(now_s):
+            policy.observe_excused(num_committed)
+        else:
+            # A draft that prepares for the requested shape sends trees of another one.
+            choice = assignment.shape if has_tree else assignment.choice
+            policy.observe_round(choice, num_committed, round_s, has_tree=has_tree)
+
+
+def _begin_wait(assignment: Assignment, now_s: float) -> None:
+    """Sets how long the next round waits for its tree, unless that has arrived already."""
+    timeout, has_tree = assignment.attachment.timeout, assignment.candidate is not None
+    assignment.verdict_s = now_s
+    assignment.received_s = now_s if has_tree else None
+    if has_tree:
+        timeout.in_time()
+    is_reading = assignment.num_requested <= 1 or not (
+        assignment.num_received or assignment.attachment.policy.is_always_on
+    )
+    is_late = is_reading or assignment.attachment.warm_up.is_on(now_s)
+    assignment.is_excused = not has_tree and is_late
+    if assignment.is_excused or assignment.requested.is_paused:
+        assignment.deadline_s = now_s
+    else:
+        longest_s = math.inf
+        if not assignment.has_fixed_depth:
+            longest_s = assignment.attachment.policy.worthwhile_wait_s
+        assignment.deadline_s = timeout.deadline_s(now_s, longest_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from services.target.drafts.attachment import DraftMessage, FeatureRows, OpenedSequence
+from services.target.drafts.attachment import DraftMessage, FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import add_verdicts
@@ -14,7 +14,7 @@ from shared.rpc.requests import sampling_message, shape_message
 from shared.runtime.mapped_codec import command_message
 from shared.runtime.ring_memory import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
-from shared.tokens import Verdict
+from shared.tokens import OpenedSequence, Verdict
 
 MAX_CHUNK_BYTES = 1024 * 1024
 """Largest payload of a feature chunk. Larger messages take milliseconds each."""

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
@@ -128,21 +129,20 @@ class Rounds:
         """Means over the steps; None before the first one."""
         if self._mean is None and self._steps:
             num_rounds = sum(step.num_rounds for step in self._steps)
-            longest_s = OUTLIER * self._median_s(num_rounds)
+            by_time = sorted(self._steps, key=lambda step: step.round_s)
+            totals = accumulate(step.num_rounds for step in by_time)
+            median_s = next(
+                step.round_s
+                for step, total in zip(by_time, totals, strict=True)
+                if 2 * total >= num_rounds
+            )
+            longest_s = OUTLIER * median_s
             seconds = sum(step.num_rounds * min(step.round_s, longest_s) for step in self._steps)
             num_tokens = sum(step.num_tokens for step in self._steps)
             num_trees = sum(step.num_trees for step in self._steps)
             mean_s = max(seconds / num_rounds, SHORTEST_ROUND_S)
             self._mean = Round(mean_s, num_tokens / num_rounds, num_trees / num_rounds)
         return self._mean
-
-    def _median_s(self, num_rounds: int) -> float:
-        num_left = (num_rounds + 1) // 2
-        for step in sorted(self._steps, key=lambda step: step.round_s):
-            num_left -= step.num_rounds
-            if num_left <= 0:
-                return step.round_s
-        raise AssertionError("fewer rounds than counted")
 
 
 class RoundTimes:
@@ -264,19 +264,14 @@ class DraftPolicy:
 
     @property
     def current(self) -> Choice:
-        """The choice on trial, else the current choice."""
+        """The choice on trial, else the current choice. Without trees drafts lose their sequences:
+        sending them every verdict would cost host time that plain steps need."""
         return self.choice if self._trial is None else self._trial.choice
 
     @property
     def is_trying(self) -> bool:
         """Whether a trial is under way."""
         return self._trial is not None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether trees are requested now. Otherwise drafts lose their sequences: sending them
-        every verdict would cost host time that plain steps need."""
-        return self.current is not None
 
     @property
     def tree_request(self) -> TreeRequest:

@@ -46,8 +46,8 @@ from shared.models.heads.target_tensors import Table
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.columns import TreeLimits, candidates_from_message, report_from_message
-from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.requests import shape_from_message, shape_message
+from shared.rpc.server import Lifecycle
 from shared.runtime.device import device_id
 from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.ring_memory import FeatureRings, FeatureRingWriter, RingUnavailable, host_id

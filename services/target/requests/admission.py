@@ -1,19 +1,20 @@
-"""Admission of requests to the engine, shared by all services that take requests, and the metrics,
-log line and span of each request."""
+"""Admission of requests to the engine, shared by all services that take requests, the events that
+come back, and the metrics, log line and span of each request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler
-from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Event, Finished
 from services.target.step_report import Clock
+from shared.errors import QueueFull
 from shared.generation import Delta, Failed, Started
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 from shared.telemetry.tracing import NO_TRACER, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import VllmMetrics
 
@@ -115,6 +116,63 @@ class Admission:
     grammars: GrammarCompiler
     lifecycle: Lifecycle
     telemetry: RequestTelemetry
+
+
+KeyedEvent = tuple[int, Event]
+MAX_UNREAD_EVENTS = 65_536
+
+
+class EventStream:
+    """An `EventSink` that an RPC reads in batches.
+
+    A slow reader gets the events of several steps in one batch. A reader with too many unread
+    events gets no new requests, see `check_room`; its open ones bound what is still added.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, max_unread_events: int = MAX_UNREAD_EVENTS
+    ) -> None:
+        self._loop = loop
+        self._max_unread_events = max_unread_events
+        self._pending: list[KeyedEvent] = []
+        self._has_pending = asyncio.Event()
+
+    def check_room(self) -> None:
+        """Raises:
+        QueueFull: too many events are unread.
+        """
+        if len(self._pending) >= self._max_unread_events:
+            raise QueueFull(
+                f"{len(self._pending)} events of this session are unread; "
+                f"it may leave {self._max_unread_events}",
+                reason="SESSION_UNREAD",
+                retry_after_s=1.0,
+            )
+
+    def deliver(self, events: SequenceOf[KeyedEvent]) -> None:
+        """Takes the events of one step; called on the engine thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.put, events)
+        except RuntimeError:
+            # The loop was closed by a stopping server; nobody reads any more.
+            if not self._loop.is_closed():
+                raise
+
+    async def next_batch(self) -> list[KeyedEvent]:
+        """Returns all pending events, in order; waits for at least one event, or for `wake`."""
+        await self._has_pending.wait()
+        self._has_pending.clear()
+        batch, self._pending = self._pending, []
+        return batch
+
+    def put(self, events: SequenceOf[KeyedEvent]) -> None:
+        """Appends events; called on the event loop."""
+        self._pending.extend(events)
+        self._has_pending.set()
+
+    def wake(self) -> None:
+        """Makes `next_batch` return, perhaps without events."""
+        self._has_pending.set()
 
 
 class OpenRequests:

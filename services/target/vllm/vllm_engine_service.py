@@ -27,7 +27,7 @@ from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument, 
 from shared.pb.smg.grpc.common import common_pb2
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
-from shared.rpc.lifecycle import State
+from shared.rpc.server import State
 from shared.telemetry.tracing import (
     accepted_request_id,
     current_request_id,

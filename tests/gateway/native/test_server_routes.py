@@ -18,8 +18,7 @@ from gateway.process import maintenance_server
 from gateway.settings import GatewaySettings
 from shared.rpc.admin_client import TargetStatus
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind
+from shared.rpc.server import Lifecycle, bind
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, eventually, http_client
 from tests.helpers.fake_target import FakeTarget
 

@@ -12,8 +12,7 @@ from shared.errors import OutriderError
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.columns import TreeLimits, candidates_from_message
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.tokens import Candidate
 
 WAIT_S = 60.0

@@ -15,8 +15,7 @@ from services.draft.events import LinkStatus, WorkerIdentity
 from shared.errors import OutriderError
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.rpc.status import error_from_rpc
 from shared.tokens import TreeShape
 

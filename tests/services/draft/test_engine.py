@@ -12,7 +12,6 @@ from services.draft.engine import DraftEngine
 from services.draft.events import (
     CandidatesReady,
     LinkTerms,
-    Opening,
     Output,
     RoundResult,
     RoundsDecided,
@@ -20,7 +19,7 @@ from services.draft.events import (
     SequencesOpened,
 )
 from shared.errors import EngineFailed, QueueFull
-from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from shared.tokens import OpenedSequence, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.services.draft.scripted_drafter import ScriptedDrafter
 
 SHAPE = TreeShape(num_steps=2, topk=1, num_draft_tokens=3)
@@ -58,7 +57,7 @@ def engine(drafter: ScriptedDrafter) -> Iterator[DraftEngine]:
 
 
 def _opened(link: int, sequence_id: int = 1, num_tokens: int = 5) -> SequencesOpened:
-    opening = Opening(sequence_id, [1] * num_tokens, num_tokens, SamplingParams(), 0)
+    opening = OpenedSequence(sequence_id, [1] * num_tokens, num_tokens, SamplingParams(), 0)
     return SequencesOpened(link, (opening,))
 
 

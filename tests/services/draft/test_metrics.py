@@ -8,11 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.draft.drafters.drafter import Proposal
-from services.draft.events import Opening
-from services.draft.metrics import DraftMetrics
-from services.draft.recorder import DraftRecorder
+from services.draft.events import Probe
+from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome, SamplingParams, TokenTree, Verdict
+from shared.tokens import OpenedSequence, Outcome, SamplingParams, TokenTree, Verdict
 
 KEY = SequenceKey(1, 7)
 TREE = TokenTree((1, 2, 3), (None, 0, 1))
@@ -33,16 +32,16 @@ def _scrape(recorder: DraftRecorder) -> str:
 
 
 def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "services.draft.recorder")
+    caplog.set_level(logging.INFO, "services.draft.metrics")
     recorder, sequence = DraftRecorder(), _sequence()
-    recorder.opened(KEY, Opening(7, (1, 2), 2, SamplingParams(), 0, request_id="abc"))
+    recorder.opened(KEY, OpenedSequence(7, (1, 2), 2, SamplingParams(), 0, request_id="abc"))
     recorder.proposed([Proposal(sequence, TREE), Proposal(sequence, TREE)], 0.003)
     recorder.decided(KEY, _verdict(Outcome.VERIFIED, 0, 1))
     recorder.decided(KEY, _verdict(Outcome.MISSED))
     recorder.drafted_ahead(2, 0.5)
     recorder.drafted_ahead(0, 0.25)
     recorder.caught_up(5, 0.125)
-    recorder.released()
+    recorder.counters.num_released += 1
     recorder.closed(sequence)
     recorder.closed(sequence)
     text = _scrape(recorder)
@@ -72,6 +71,6 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_probe_is_no_targets_sequence() -> None:
     recorder = DraftRecorder()
-    recorder.opened(KEY, Opening(7, (1, 2), 2, SamplingParams(), 0, is_probe=True))
+    recorder.opened(KEY, Probe(7, (1, 2), 2, SamplingParams(), 0))
     recorder.closed(_sequence())
     assert "outrider_draft_opened_sequences_total 0.0" in _scrape(recorder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.draft.likely_verdicts import RankShares, shared_budget
-from shared.rank_prior import MEMORY_TOKENS
+from shared.sampling_defaults import MEMORY_TOKENS
 
 
 @pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (8, 8), (32, 2), (1000, 1)])

@@ -15,8 +15,8 @@ from services.draft.events import (
     LinkClosed,
     LinkOpened,
     LinkTerms,
-    Opening,
     Output,
+    Probe,
     ProbeDone,
     RoundResult,
     RoundsDecided,
@@ -34,6 +34,7 @@ from shared.tokens import (
     EMPTY_TREE,
     NO_TREE,
     Candidate,
+    OpenedSequence,
     Outcome,
     SamplingParams,
     TokenTree,
@@ -84,7 +85,7 @@ class Bench:
 
 
 def _opened(sequence_id: int, num_tokens: int = 5, *, link: int = LINK, round_: int = 0) -> Event:
-    opening = Opening(sequence_id, [1] * num_tokens, num_tokens, SamplingParams(), round_)
+    opening = OpenedSequence(sequence_id, [1] * num_tokens, num_tokens, SamplingParams(), round_)
     return SequencesOpened(link, (opening,))
 
 
@@ -178,7 +179,7 @@ def test_a_verdict_that_pauses_takes_back_what_was_due() -> None:
 
 def test_a_sequence_may_be_paused_from_the_start() -> None:
     bench = Bench()
-    opening = Opening(7, [1] * 5, 5, SamplingParams(), 0, tree_request=NO_TREE)
+    opening = OpenedSequence(7, [1] * 5, 5, SamplingParams(), 0, tree_request=NO_TREE)
     bench.apply(SequencesOpened(LINK, (opening,)))
     assert bench.step() == []
     bench.apply(_decided(7, 0, (9,), 6))
@@ -226,7 +227,7 @@ class _NotingLookahead:
     def begin(self, verified: VerifiedTree) -> None:
         self.budgets.append(verified.budget)
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+    def resume(self, sequence: DraftSequence) -> bool:
         return False
 
     def advance(self) -> list[Proposal]:
@@ -378,7 +379,7 @@ def test_the_limit_of_a_link_holds_beside_the_workers_own() -> None:
 @pytest.mark.parametrize("tokens", [[], [1, -1], [1, 500]])
 def test_a_sequence_the_draft_cannot_embed_is_released(tokens: list[int]) -> None:
     bench = Bench(ScriptedDrafter(vocab_size=500))
-    opening = Opening(1, tokens, len(tokens), SamplingParams(), 0)
+    opening = OpenedSequence(1, tokens, len(tokens), SamplingParams(), 0)
     bench.apply(SequencesOpened(LINK, (opening,)))
     assert bench.outputs == [SequencesReleased(LINK, (1,))]
 
@@ -420,9 +421,7 @@ def test_unknown_tokens_go_with_their_descendants() -> None:
 
 
 def _probe(num_tokens: int, shape: TreeShape | None = None) -> tuple[Event, Event]:
-    opening = Opening(
-        0, [1] * num_tokens, num_tokens, SamplingParams(), 0, shape=shape, is_probe=True
-    )
+    opening = Probe(0, [1] * num_tokens, num_tokens, SamplingParams(), 0, shape=shape)
     terms = LinkTerms(1_000, 64, 1, mirrors_noise=True)
     return LinkOpened(9, terms), SequencesOpened(9, (opening,))
 
@@ -451,7 +450,7 @@ def test_rounds_serve_a_real_drafter() -> None:
     table = SequenceTable(drafter, max_sequences=4, deliver=outputs.append)
     rounds = Rounds(table, drafter, SHAPE, chunk_tokens=64, deliver=outputs.append)
     table.apply(LinkOpened(LINK, LinkTerms(100, 64, 100, mirrors_noise=True)))
-    opening = Opening(1, [1, 2, 3, 4, 1, 2], 6, SamplingParams(), 0)
+    opening = OpenedSequence(1, [1, 2, 3, 4, 1, 2], 6, SamplingParams(), 0)
     table.apply(SequencesOpened(LINK, (opening,)))
     rounds.step()
     (output,) = outputs

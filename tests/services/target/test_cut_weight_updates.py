@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from services.ranks import Ranks
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
-from services.target.requests.event_stream import EventStream
+from services.target.requests.admission import EventStream
 from services.target.requests.request import Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.prediction import Prediction
+from services.target.sequence import Prediction
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
 from shared.generation import Delta

@@ -35,7 +35,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2, tensor_pb2
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.step_hold import hold_outputs

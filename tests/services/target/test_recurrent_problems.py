@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.draft.drafter_factory import check_no_states
-from services.target.runner_factory import check_recurrent
+from services.target.engine_factory import check_recurrent
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.models.config import ModelConfig

@@ -422,8 +422,7 @@ async def test_a_group_that_cannot_be_is_refused(old: Path, new: Path) -> None:
 async def test_other_processes_have_no_weights_to_replace(old: Path) -> None:
     from gateway.process import maintenance_server
     from shared.rpc.admin_service import AdminHooks, ProcessInfo
-    from shared.rpc.lifecycle import Lifecycle
-    from shared.rpc.server import bind
+    from shared.rpc.server import Lifecycle, bind
 
     async def drained(grace_s: float) -> int:
         return 0

@@ -9,8 +9,8 @@ import pytest
 
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
+from services.target.requests.generate_service import response_message
 from services.target.requests.request import GenerationRequest
-from services.target.requests.request_messages import response_message
 from shared.errors import InvalidArgument
 from shared.generation import Delta, DraftAnswer, RoundTrace, Started
 from shared.models.decoder import Decoder

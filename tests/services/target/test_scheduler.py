@@ -130,7 +130,7 @@ def test_youngest_is_preempted_when_pages_run_out_and_resumes_later() -> None:
     _run(_plan(scheduler))
     _run(_plan(scheduler))
     plan = _plan(scheduler)
-    assert plan.preempted == (young,)
+    assert plan.preempted == [young]
     assert [e.sequence for e in plan.scheduled] == [old]
     assert young.lease is None
     assert young.num_computed == 0
@@ -154,7 +154,7 @@ def test_only_sequences_of_the_full_group_are_preempted() -> None:
     for _ in range(2):
         _run(_plan(scheduler))
     plan = _plan(scheduler)
-    assert plan.preempted == (third,)
+    assert plan.preempted == [third]
     assert [entry.sequence for entry in plan.scheduled] == [first, second]
     assert leases.num_free_pages > 0
     leases.check()
@@ -162,7 +162,7 @@ def test_only_sequences_of_the_full_group_are_preempted() -> None:
     _run(plan)
     scheduler.finish(second)
     scheduler.release(second)
-    assert _plan(scheduler).admitted == (third,)
+    assert _plan(scheduler).admitted == [third]
     assert third.open_lease.group is not first.open_lease.group
     leases.check()
 
@@ -199,7 +199,7 @@ def test_who_had_no_room_may_be_admitted_once_pages_come_free() -> None:
     scheduler.finish(running)
     scheduler.release(running)
     assert scheduler.may_admit
-    assert _plan(scheduler).admitted == (large,)
+    assert _plan(scheduler).admitted == [large]
 
 
 def test_admission_stops_at_the_running_bound() -> None:

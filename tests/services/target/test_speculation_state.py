@@ -12,13 +12,13 @@ from services.target.admin_service import attachment_message
 from services.target.costs import CostTable
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.drafts.attachments import Attachments
-from services.target.metrics import WantedMetrics
-from services.target.rounds.policy import LanePolicy
-from services.target.speculation_state import (
+from services.target.drafts.draft_exchange import (
     FIRST_LOG_PAUSE_S,
     POLL_S,
     SpeculationState,
 )
+from services.target.metrics import WantedMetrics
+from services.target.rounds.policy import LanePolicy
 from shared.tokens import TreeShape
 from tests.helpers.one_draft import with_one_draft
 

@@ -18,7 +18,7 @@ import torch
 from services import followers
 from services.ranks import Ranks
 from services.target.engine import Engine
-from services.target.runner_factory import build_runner
+from services.target.engine_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from services.target.tensor_parallel import start_followers

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.target.engine import Engine
+from services.target.process import warm_up, warm_up_tokens
 from services.target.requests.request import EventSink, GenerationRequest
 from services.target.step_report import StepReport
-from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
 from shared.models.decoder import Decoder
 from tests.helpers.engines import build_engine, tiny_decoder

@@ -17,8 +17,7 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle, State
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, State, bind, create_server
 from shared.rpc.status import error_from_rpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]

@@ -19,8 +19,7 @@ from grpc_status import rpc_status
 from shared.errors import InvalidArgument, QueueFull, SettingsError, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
 from shared.rpc.channel import open_channel
-from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server
 from shared.rpc.status import error_from_rpc
 from shared.telemetry.tracing import NO_REQUEST, current_request_id, current_traceparent
 from tests.helpers.scripted_server import KINDS, ScriptedServer, scripted_server

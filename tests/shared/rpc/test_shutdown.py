@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.rpc.lifecycle import State, stop_servers
+from shared.rpc.server import State, stop_servers
 from tests.helpers.scripted_server import scripted_server
 
 

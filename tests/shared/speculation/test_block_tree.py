@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from shared.speculation.block_tree import grow_block_tree
+from shared.speculation.tree import grow_block_tree
 
 Path_ = tuple[int, ...]
 

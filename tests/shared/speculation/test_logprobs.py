@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
+from shared.speculation.distributions import packed_logprobs, unpacked_logprobs
 from shared.tokens import TokenLogprobs
 
 LOGITS = torch.tensor([[math.log(p) + 3 for p in (0.1, 0.4, 0.1, 0.4)]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.speculation.row_masks import mask_logits
+from shared.speculation.row_sampling import mask_logits
 from tests.helpers.kernel_device import kernel_device
 
 VOCAB_SIZE, NUM_ROWS = 5000, 7

@@ -181,7 +181,7 @@ def test_a_verdict_falls_while_its_tree_grows(
     request = _under_way(twins).branches[0].request
     twins.commit(sequence, request.path, is_late=False)
     is_late = num_forwards == 2
-    assert lookahead.resume(sequence, TREE) == is_late
+    assert lookahead.resume(sequence) == is_late
     proposals: list[Proposal] = []
     while lookahead.has_work:
         proposals += lookahead.advance()
@@ -210,9 +210,9 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
-    assert lookahead.resume(sequence, TREE)
+    assert lookahead.resume(sequence)
     twins.commit(sequence, (7, 9), is_late=False)
-    assert not lookahead.resume(sequence, TREE)
+    assert not lookahead.resume(sequence)
     while lookahead.has_work:
         assert all(each.sequence is other for each in lookahead.advance())
     twins.trees(TREE, sequence)
@@ -230,7 +230,7 @@ def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
     lookahead.budget = 0
-    assert not lookahead.resume(sequence, TREE)
+    assert not lookahead.resume(sequence)
     twins.trees(TREE, sequence)
     while lookahead.has_work:
         assert lookahead.advance() == []
@@ -308,7 +308,7 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
-    assert not lookahead.resume(sequence, TREE)
+    assert not lookahead.resume(sequence)
     assert lookahead.advance() == []
     twins.trees(TREE, sequence)
     twins.close(sequence)

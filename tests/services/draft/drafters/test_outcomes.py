@@ -179,7 +179,7 @@ def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
     for _ in range(num_forwards):
         bench.drafter.lookahead.advance()
     bench.commit(sequence, likeliest)
-    if bench.drafter.lookahead.resume(sequence, shape):
+    if bench.drafter.lookahead.resume(sequence):
         [answer] = bench.advance_all()
         assert answer.condition is None
         tree = answer.tree
@@ -201,10 +201,10 @@ def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
     assert lookahead.advance() == []
     condition = next(iter(lookahead._passes.under_way.branches)).request
     bench.commit(sequence, condition.path)
-    assert lookahead.resume(sequence, shape)
+    assert lookahead.resume(sequence)
     bench.drafter.check()
     bench.commit(sequence, (7, 9))
-    assert not lookahead.resume(sequence, shape)
+    assert not lookahead.resume(sequence)
     assert {each.sequence for each in bench.advance_all()} == {other}
     [tree] = bench.propose(sequence)
     assert tree.token_ids == _fresh(decoder, shape, sequence).token_ids
@@ -445,9 +445,9 @@ def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
     lookahead = bench.drafter.lookahead
     assert lookahead.advance() == []
     bench.commit(sequence, lookahead._passes.under_way.branches[0].request.path)
-    assert lookahead.resume(sequence, shape)
+    assert lookahead.resume(sequence)
     lookahead.budget = 0
-    assert not lookahead.resume(sequence, shape)
+    assert not lookahead.resume(sequence)
     assert bench.drafter.backlog(sequence) > 1, "the window has slid"
     assert bench.drafter.reserve(sequence, shape)
     bench.drafter.catch_up([sequence], CONTEXT)

@@ -12,11 +12,10 @@ from services.draft.events import (
     FeaturesArrived,
     LinkClosed,
     LinkTerms,
-    Opening,
     SequencesOpened,
 )
 from services.draft.learner.traffic import Example, Traffic
-from shared.tokens import SamplingParams
+from shared.tokens import OpenedSequence, SamplingParams
 
 TERMS = LinkTerms(vocab_size=300, max_nodes=8, max_sequences=1, mirrors_noise=True)
 
@@ -35,7 +34,7 @@ def _example(first: int, num_tokens: int = 20) -> Example:
 
 
 def _opened(link: int, sequence_id: int, num_tokens: int) -> SequencesOpened:
-    opening = Opening(sequence_id, tuple(range(num_tokens)), 3, SamplingParams(), 0)
+    opening = OpenedSequence(sequence_id, tuple(range(num_tokens)), 3, SamplingParams(), 0)
     return SequencesOpened(link, (opening,))
 
 

@@ -18,7 +18,7 @@ def test_candidate_of_a_draft_that_left_is_dropped() -> None:
     attachments, _, sequence = with_one_draft()
     attachments.detach("a", 0.0)
     offer(attachments, [make_candidate(sequence)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
     assert attachments.readiness.is_ready(sequence, 0.0)
 
 

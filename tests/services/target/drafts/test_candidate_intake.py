@@ -20,21 +20,21 @@ from tests.helpers.one_draft import (
 def test_matching_candidate_is_offered_for_the_round() -> None:
     attachments, _, sequence = with_one_draft()
     offer(attachments, [make_candidate(sequence)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == TREE
+    assert attachments.assignments.tree(sequence) == TREE
 
 
 def test_stale_round_is_not_verified() -> None:
     attachments, attachment, sequence = with_one_draft()
     commit(attachments, sequence, (4,))
     offer(attachments, [make_candidate(sequence, round=0)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
     assert attachment.counters.num_stale_candidates == 1
 
 
 def test_wrong_committed_count_is_not_verified() -> None:
     attachments, _, sequence = with_one_draft()
     offer(attachments, [make_candidate(sequence, committed_token_count=1)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
 
 
 def test_duplicate_candidate_is_verified_once() -> None:
@@ -43,7 +43,7 @@ def test_duplicate_candidate_is_verified_once() -> None:
     offer(attachments, [candidate, candidate], 0.0)
     commit(attachments, sequence, (5,), was_verified=True)
     offer(attachments, [candidate], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
 
 
 def test_unknown_sequence_is_dropped() -> None:
@@ -96,13 +96,11 @@ def test_candidate_pushed_ahead_that_comes_after_its_verdict_is_taken() -> None:
     assert attachment.counters.num_stale_candidates == 2
     offer(attachments, [pushed_ahead(Condition(0, 9, 1), late)], 0.1)
     assert attachments.readiness.is_ready(sequence, 0.1)
-    assert attachments.assignments.candidate_tree(sequence) == late
+    assert attachments.assignments.tree(sequence) == late
     assert attachment.outcomes.num_late_hits == 1
     commit(attachments, sequence, (4,), was_verified=True)
     offer(attachments, [pushed_ahead(Condition(0, 9, 1), late)], 0.2)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE, (
-        "that verdict is two rounds old"
-    )
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE, "that verdict is two rounds old"
 
 
 def test_tree_that_comes_while_its_round_is_computed_is_stale() -> None:
@@ -112,7 +110,7 @@ def test_tree_that_comes_while_its_round_is_computed_is_stale() -> None:
     attachments.readiness.begin_rounds([sequence])
     offer(attachments, [Candidate(1, 0, 2, TokenTree.chain([8]), candidate_id=2)], 0.0)
     offer(attachments, [pushed_ahead(Condition(0, 9, 1), candidate_id=3)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == TREE
+    assert attachments.assignments.tree(sequence) == TREE
     assert attachment.counters.num_stale_candidates == 1
     commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
     [(_, message)] = attachments.drafts.take_messages()

@@ -258,7 +258,7 @@ def test_tree_requests_say_what_is_chosen() -> None:
     assert policy.tree_request == TreeRequest(chain(5))
     policy.choice = None
     assert policy.tree_request == NO_TREE
-    assert not policy.is_on
+    assert policy.current is None
 
 
 def test_a_trial_ends_though_no_draft_answers_in_it() -> None:

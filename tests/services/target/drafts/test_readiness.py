@@ -29,7 +29,7 @@ def test_empty_tree_ends_the_wait() -> None:
     commit(attachments, sequence, (4,))
     offer(attachments, [make_candidate(sequence, EMPTY_TREE)], 0.1)
     assert attachments.readiness.is_ready(sequence, 0.1)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
 
 
 def test_trees_wait_for_those_that_most_lanes_wait_for() -> None:

@@ -36,7 +36,7 @@ def test_candidate_pushed_ahead_is_selected_by_node_and_bonus_token() -> None:
     for condition, tree in ((Condition(0, 9), hit), (Condition(0, 10), miss)):
         offer(attachments, [Candidate(1, 0, 2, tree, condition)], 0.0)
     commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
-    assert attachments.assignments.candidate_tree(sequence) == hit
+    assert attachments.assignments.tree(sequence) == hit
     assert attachments.readiness.is_ready(sequence, 0.0)
     [(_, message)] = attachments.drafts.take_messages()
     assert message.verdicts[0].outcome is Outcome.VERIFIED_NEXT_READY
@@ -47,7 +47,7 @@ def test_candidate_pushed_ahead_for_another_verdict_is_dropped() -> None:
     offer(attachments, [make_candidate(sequence)], 0.0)
     offer(attachments, [Candidate(1, 0, 2, TREE, Condition(0, 10))], 0.0)
     commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
 
 
 def test_verdict_names_the_candidates_verified_and_selected() -> None:
@@ -73,7 +73,7 @@ def test_of_a_narrowed_tree_draft_hears_nodes_as_it_has_sent_them() -> None:
     attachments, _, sequence = with_one_draft(num_draft_tokens=3)
     attachments.drafts.take_messages()
     offer(attachments, [Candidate(1, 0, 2, BRANCHES, candidate_id=1)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1, 3))
+    assert attachments.assignments.tree(sequence) == BRANCHES.only((1, 3))
     # Those that it had counted in the part that is verified would select another one.
     for node, tree in ((3, BRANCHES), (1, TREE)):
         offer(attachments, [pushed_ahead(Condition(node, 9, 1), tree, node)], 0.0)
@@ -82,7 +82,7 @@ def test_of_a_narrowed_tree_draft_hears_nodes_as_it_has_sent_them() -> None:
     [verdict] = message.verdicts
     assert verdict.accepted_node_indices == (1, 3)
     assert (verdict.candidate_id, verdict.next_candidate_id) == (1, 3)
-    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1, 3))
+    assert attachments.assignments.tree(sequence) == BRANCHES.only((1, 3))
 
 
 def test_a_tree_that_comes_late_for_its_verdict_is_narrowed_too() -> None:
@@ -90,7 +90,7 @@ def test_a_tree_that_comes_late_for_its_verdict_is_narrowed_too() -> None:
     offer(attachments, [Candidate(1, 0, 2, BRANCHES, candidate_id=1)], 0.0)
     commit(attachments, sequence, (6, 9), accepted=(0,), was_verified=True)
     offer(attachments, [pushed_ahead(Condition(1, 9, 1), BRANCHES, 2)], 0.0)
-    assert attachments.assignments.candidate_tree(sequence) == BRANCHES.only((1,))
+    assert attachments.assignments.tree(sequence) == BRANCHES.only((1,))
 
 
 def test_condition_on_another_tree_is_not_selected() -> None:
@@ -98,7 +98,7 @@ def test_condition_on_another_tree_is_not_selected() -> None:
     offer(attachments, [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
     offer(attachments, [pushed_ahead(Condition(0, 9, 7))], 0.0)
     commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
-    assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
+    assert attachments.assignments.tree(sequence) == EMPTY_TREE
     assert attachment.outcomes.misses == {1: 1}
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.target.requests.event_stream import EventStream
+from services.target.requests.admission import EventStream
 from shared.errors import QueueFull
 from shared.generation import Delta
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gateway import generation
 from gateway.target_link import events_from_response
+from services.target.requests.generate_service import session_responses
 from services.target.requests.request import Event, Finished
-from services.target.requests.request_messages import session_responses
 from shared.errors import QueueFull
 from shared.generation import Delta, Failed, SpeculationStats, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb

@@ -17,7 +17,7 @@ from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextSto
 from shared.errors import InvalidArgument
 from shared.generation import Delta
 from shared.models.decoder import Decoder
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.tokens import FinishReason, SamplingParams, StopParams
 from tests.helpers.engines import build_engine, request, run, tiny_decoder

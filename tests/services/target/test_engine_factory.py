@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.target import runner_factory
-from services.target.runner_factory import build_runner
+from services.target import engine_factory
+from services.target.engine_factory import build_runner
 from services.target.settings import DraftNeeds, TargetSettings
 from shared.errors import SettingsError
 from shared.layers.tensor_group import TensorGroup
@@ -55,7 +55,7 @@ def test_context_is_the_models_or_shorter(folder: Path, caplog: pytest.LogCaptur
 def test_weights_that_do_not_fit_are_refused_by_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_factory, "load_decoder", _run_out)
+    monkeypatch.setattr(engine_factory, "load_decoder", _run_out)
     message = (
         r"the weights of tiny, \S+ KiB of files, do not fit cpu: 2.00 GiB more wanted, "
         r"512.00 MiB free; .* more GPUs than --tp-size 1"
@@ -67,8 +67,8 @@ def test_weights_that_do_not_fit_are_refused_by_size(
 def test_a_cache_that_does_not_fit_is_refused_with_the_setting(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_factory, "KvPool", _run_out)
-    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr(engine_factory, "KvPool", _run_out)
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 8 * 2**30)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     with pytest.raises(SettingsError, match=r"no memory for the KV cache: 2\.00 GiB more wanted"):
         build_runner(settings)
@@ -79,7 +79,7 @@ def test_a_draft_in_this_process_has_its_features_counted(
 ) -> None:
     """Of a share that holds 20 pages, features of 32 numbers a token take a fifth."""
     page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
-    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     num_pages = [
         build_runner(settings, draft=DraftNeeds(layers)).runner.pool.num_pages
@@ -94,7 +94,7 @@ def test_the_cache_leaves_room_for_the_weights_of_a_draft(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
-    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     draft = DraftNeeds(weight_bytes=10 * page_bytes)
     assert build_runner(settings, draft=draft).runner.pool.num_pages == 15
@@ -107,11 +107,11 @@ def test_advice_names_the_share_that_a_default_leaves_beside_a_step(
     decoder = build_runner(_settings(folder)).runner.decoder
     page_bytes = decoder.kv_layout(16).page_size_bytes
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
-    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 110 * page_bytes)
-    monkeypatch.setattr(runner_factory, "step_memory_bytes", lambda decoder: 50 * page_bytes)
-    monkeypatch.setattr(runner_factory, "KvPool", lambda *_, **__: None)
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 110 * page_bytes)
+    monkeypatch.setattr(engine_factory, "step_memory_bytes", lambda decoder: 50 * page_bytes)
+    monkeypatch.setattr(engine_factory, "KvPool", lambda *_, **__: None)
     settings = TargetSettings(model_path=folder, device="cuda")
-    _, cache = runner_factory._pool(settings, decoder, 16, 10 * page_bytes, 0)
+    _, cache = engine_factory._pool(settings, decoder, 16, 10 * page_bytes, 0)
     assert cache.size_bytes == 50 * page_bytes
     advice = cache.advice(Shortage(10 * page_bytes, 0))
     assert "lower --mem-fraction-static from 0.5 to 0.4 or less" in advice
@@ -126,9 +126,9 @@ def test_features_are_counted_for_the_pages_of_all_ranks(
         1, 2, lambda gathered, part: gathered.copy_(part.repeat(2)), spreads_sequences=True
     )
     page_bytes = decoder.kv_layout(16).page_size_bytes
-    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
-    pool, _ = runner_factory._pool(settings, replace(decoder, group=group), 16, 0, 32 * 4)
+    pool, _ = engine_factory._pool(settings, replace(decoder, group=group), 16, 0, 32 * 4)
     assert pool.num_pages == 20 * page_bytes // (page_bytes + 2 * 16 * 32 * 4)
     assert pool.num_leased_pages == 2 * pool.num_pages
 
@@ -138,7 +138,7 @@ def test_older_gpus_are_refused_what_they_cannot_compute(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = torch.device("cuda", 0)
-    runner_factory._check_device(_settings(folder), device)
+    engine_factory._check_device(_settings(folder), device)
     asked = _settings(
         folder,
         quantization=Quantisation.FP8,
@@ -146,7 +146,7 @@ def test_older_gpus_are_refused_what_they_cannot_compute(
         enable_deterministic_inference=True,
     )
     with pytest.raises(SettingsError) as raised:
-        runner_factory._check_device(asked, device)
+        engine_factory._check_device(asked, device)
     assert [line.split(" needs")[0] for line in raised.value.message.splitlines()] == [
         "--quantization fp8",
         "--kv-cache-dtype fp8_e4m3",
@@ -160,9 +160,9 @@ def test_products_whose_bits_depend_on_the_batch_are_named(
     settings = _settings(folder, enable_deterministic_inference=True)
     decoder = build_runner(settings).runner.decoder
     with caplog.at_level(logging.WARNING):
-        runner_factory._warn_of_batch_variant_products(settings, decoder)
+        engine_factory._warn_of_batch_variant_products(settings, decoder)
         assert not caplog.text, "on a CPU no row depends on its batch"
         monkeypatch.setattr(type(decoder), "device", torch.device("cuda"))
-        runner_factory._warn_of_batch_variant_products(settings, decoder)
+        engine_factory._warn_of_batch_variant_products(settings, decoder)
     num_products = len(decoder.layers) * 4 + 1
     assert f"{num_products} of {num_products} products keep the library's kernels" in caplog.text
