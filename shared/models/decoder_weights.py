@@ -437,7 +437,14 @@ def build_experts(weights: LayerTensors) -> Experts:
 
 
 # Buffers in some checkpoints, which are no weights.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+# Scales of activations and of a KV cache that were measured on texts. Activations are rounded with
+# scales of their own, see `quantised.quantised_rows`; those of a cache come from the weights.
+_MEASURED_SCALES = (
+    *(".input_scale", ".input_scale_ub", ".input_zero_point"),
+    *(".output_scale", ".k_scale", ".v_scale"),
+)
+IGNORED_SUFFIXES = (*_BUFFERS, *_MEASURED_SCALES)
 LM_HEAD_KEY = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_ROOT = "model."

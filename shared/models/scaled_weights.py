@@ -45,6 +45,10 @@ EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _COMPRESSED_TENSORS = "compressed-tensors"
 _BLOCK_FP8 = "fp8"
+_MODELOPT = "modelopt"
+_FBGEMM_FP8 = "fbgemm_fp8"
+_METHODS = (_COMPRESSED_TENSORS, _BLOCK_FP8, _MODELOPT, _FBGEMM_FP8, MXFP4)
+_FP8_ALGO = "FP8"  # of modelopt: a scale per tensor
 # Formats of compressed-tensors, with the bits that a number may have; the last one packs words.
 _FORMATS = {
     "int-quantized": (8,),
@@ -182,11 +186,13 @@ def scale_block(config: ConfigFile) -> ScaleBlock | None:
     method = quantised.text("quant_method", "")
     if method == _BLOCK_FP8:
         return _block(quantised, quantised.integers("weight_block_size"))
-    if method == MXFP4:
-        return None
     if method == _COMPRESSED_TENSORS:
         return _compressed_block(quantised)
-    raise _unsupported(config, "quant_method", method, (_COMPRESSED_TENSORS, _BLOCK_FP8, MXFP4))
+    if method not in _METHODS:
+        raise _unsupported(config, "quant_method", method, _METHODS)
+    if method == _MODELOPT and (algo := quantised.text("quant_algo", "")) != _FP8_ALGO:
+        raise _unsupported(config, "quant_algo", algo, (_FP8_ALGO,))
+    return None
 
 
 def scale_keys(keys: Collection[str]) -> dict[str, str]:

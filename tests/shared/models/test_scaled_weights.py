@@ -69,6 +69,16 @@ def per_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale).round().to(torch.int8), scale
 
 
+def e4m3_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax() / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale.view(1)
+
+
+def e4m3_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
 def per_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks of 12 x 8, which do not divide all weights."""
     scale = torch.rand(-(-weight.shape[0] // 12), -(-weight.shape[1] // 8)) + 0.5
@@ -84,6 +94,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Pack]] = {
         per_block,
     ),
     "block FP8": ({"quant_method": "fp8", "weight_block_size": [12, 8]}, "_scale_inv", per_block),
+    "FP8": ({"quant_method": "fp8", "activation_scheme": "static"}, "_scale", e4m3_tensor),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "_scale", e4m3_tensor),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, "_scale", e4m3_channel),
 }
 
 
@@ -249,6 +262,7 @@ def test_index_that_names_the_wrong_file_of_scales_is_refused(folder: Path) -> N
     ("quantisation", "message"),
     [
         ({"quant_method": "awq"}, r"quant_method of quantization_config is 'awq'; supported: comp"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_algo .* 'NVFP4'; .*: FP8"),
         (compressed("marlin-24"), r"format of .* is 'marlin-24'; supported: int-quantized"),
         (compressed(num_bits=4), r"num_bits of .* is 4; supported: 8"),
         (compressed("pack-quantized", num_bits=3), r"num_bits of .* is 3; supported: 4, 8"),

@@ -105,6 +105,11 @@ def _e4m3_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales).to(torch.float8_e4m3fn), scales.to(torch.bfloat16)
 
 
+def _e4m3_tensors(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax() / 200
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
 def _int8_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = weight.abs().amax(1) / 100
     return (weight / scales[:, None]).round().to(torch.int8), scales
@@ -116,6 +121,8 @@ def _int8_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales.amax() * 2.0).round().to(torch.int8), scales
 
 
+# With measured scales of activations and of the KV cache, which are not read.
+STATIC = "FP8 tensors"
 LAYOUTS: dict[str, tuple[dict[str, Any], str, Pack, Quantisation]] = {
     "block FP8": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -127,6 +134,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Pack, Quantisation]] = {
         compressed("float-quantized", strategy="channel"),
         "_scale",
         _e4m3_channels,
+        Quantisation.FP8,
+    ),
+    STATIC: (
+        compressed("float-quantized", strategy="tensor"),
+        "_scale",
+        _e4m3_tensors,
         Quantisation.FP8,
     ),
     "int8 channels": (
@@ -152,6 +165,12 @@ def pack_folder(folder: Path, layout: str) -> Path:
     for key, tensor in [*tensors.items()]:
         if tensor.ndim == 2 and any(part in key for part in ("_proj", ".experts.")):
             tensors[key], tensors[f"{key}{suffix}"] = pack(tensor)
+            if layout == STATIC:
+                tensors[f"{key.removesuffix('.weight')}.input_scale"] = torch.tensor(0.5)
+    if layout == STATIC:
+        for kind in "k", "v":
+            tensors[f"{SELF_ATTENTION}{kind}_scale"] = torch.ones(1)
+            tensors[f"{SELF_ATTENTION}{kind}_proj.output_scale"] = torch.ones(1)
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, config)
     return folder
