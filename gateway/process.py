@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import signal
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from shared.rpc.admin_service import AdminHooks, AdminServicer, ProcessInfo
 from shared.rpc.channel import open_channel
 from shared.rpc.server import Lifecycle, bind, create_server
 from shared.settings import shown_settings
+from shared.signals import stop_event
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.tracing import tracer_for
 from shared.version import package_version
@@ -102,8 +102,7 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
     Args:
         place: this worker's index and sockets; None for the only process.
     """
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+    stop = stop_event()
     gateway = _compose(settings, place)
     hooks = AdminHooks(drain=gateway.lifecycle.wait_idle, gauges=lambda: _gauges(gateway))
     info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
@@ -176,12 +175,6 @@ def response_store(settings: GatewaySettings, *, is_shared: bool) -> ResponseSto
     )
 
 
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """Sets the event at SIGINT and SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-
-
 def stop_with_parent(stop: asyncio.Event) -> None:
     """Sets the event when the parent process has ended."""
     parent = multiprocessing.parent_process()
@@ -204,8 +197,7 @@ async def serve_with_workers(settings: GatewaySettings) -> None:
         SettingsError: the port is taken, or the store cannot be used.
         EngineFailed: a worker ended by itself.
     """
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+    stop = stop_event()
     store = response_store(settings, is_shared=False)
     if store is not None:
         store.close()  # opening it marked responses that an earlier process left unfinished

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from functools import partial
@@ -20,6 +19,7 @@ from services.serve_plan import LOOPBACK, Plan, PlannedDraft, dial_address
 from services.serve_settings import NO_DRAFT, Placement
 from services.stack import Child, ChildSpec, Part, Stack
 from shared.errors import SettingsError
+from shared.signals import stop_event
 
 
 def serve(plan: Plan) -> int:
@@ -43,9 +43,7 @@ def serve(plan: Plan) -> int:
 
 
 async def _serve(plan: Plan) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_event()
     stack = Stack(parts(plan), plan.launcher.timeouts, _to_stderr)
     return await stack.run(stop, lambda: print(ready_line(plan), flush=True))
 

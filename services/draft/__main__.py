@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from services.draft.metrics import DraftRecorder
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings, read_settings
 from shared.errors import OutriderError
+from shared.signals import end_at_signals, stop_event
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.start_up import open_round_log
@@ -38,6 +38,7 @@ _SWITCH_INTERVAL_S = 0.0002
 
 def main() -> None:
     """Runs the draft until SIGINT or SIGTERM."""
+    end_at_signals()
     try:
         settings = read_settings(sys.argv[1:])
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -54,10 +55,6 @@ def main() -> None:
 
 
 async def _serve(settings: DraftSettings) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     tracer = tracer_for("draft", settings.otlp_endpoint, settings.trace_sample_ratio)
     round_log = open_round_log(settings.round_log)
     wire = WireMeter(round_log)
@@ -75,16 +72,17 @@ async def _serve(settings: DraftSettings) -> None:
         drafter = await asyncio.to_thread(build_drafter, settings, None, followers)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         identity = worker_identity(settings, drafter.limits, worker_id=worker_id)
-        if not stop.is_set():
-            await process.serve(drafter, identity)
-            await process.run_until(stop)
+        await process.serve(drafter, identity)
+        await process.run_until(stop_event())
     finally:
-        await process.stop()
+        has_ended = await process.stop()
         if followers is not None:
             followers.stop()
         tracer.close()
         if round_log is not None:
             round_log.close()
+        if not has_ended:
+            os._exit(0)  # nothing waits for the graphs that the engine's thread captures
 
 
 def _followers(settings: DraftSettings) -> Followers | None:

@@ -119,12 +119,17 @@ class DraftEngine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step in progress; waits for it."""
+    def stop(self, grace_s: float | None = None) -> bool:
+        """Ends the thread after the step in progress; waits for it.
+
+        Returns:
+            Whether it has ended within the grace, if there is one.
+        """
         self._stop.set()
         self._inbox.close(EngineFailed.of)
         self._inbox.post_end(lambda: None)  # wakes the thread
-        self._thread.join()
+        self._thread.join(grace_s)
+        return not self._thread.is_alive()
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
         """Opens a link and returns its number. `deliver` runs on the engine thread.

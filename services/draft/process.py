@@ -35,6 +35,7 @@ _DRAFT = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _MAX_RECEIVE_BYTES = 64 * 2**20  # features of a prompt, for `ProposeTree`
 _ENGINE_WATCH_S = 0.5
+_STOP_GRACE_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -193,14 +194,20 @@ class DraftProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
 
-    async def stop(self) -> None:
-        """Reports NOT_SERVING, refuses work, detaches, stops the engine and closes the servers."""
+    async def stop(self, grace_s: float = _STOP_GRACE_S) -> bool:
+        """Reports NOT_SERVING, refuses work, detaches, stops the engine and closes the servers.
+
+        Returns:
+            Whether the engine's thread has ended. It may capture graphs for longer than the grace.
+        """
         await self._lifecycle.drain()
         await self._detach()
+        has_ended = True
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
+            has_ended = await asyncio.to_thread(self._engine.stop, grace_s)
         for server in self._servers:
             await server.stop(0.0)
+        return has_ended
 
     async def _detach(self) -> None:
         for client in self._clients:

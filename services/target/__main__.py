@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -30,6 +29,7 @@ from services.target.tensor_parallel import run_followers, start_followers
 from shared.errors import OutriderError
 from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
+from shared.signals import end_at_signals, stop_event
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, open_round_log, start_phase
@@ -46,6 +46,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def main() -> None:
     """Runs the target until SIGINT or SIGTERM; on a host other than the first, its ranks."""
+    end_at_signals()
     tune_torch()
     tune_interpreter()
     try:
@@ -93,16 +94,12 @@ def read_settings(
 
 
 async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     with ExitStack() as opened:
         process = _build(settings, draft_settings, opened)
         try:
             await process.start()
             log_process_age(SERVING)
-            await process.run_until(stop)
+            await process.run_until(stop_event())
         finally:
             with suppress(asyncio.CancelledError):
                 await process.stop(settings.drain_grace_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,12 +18,14 @@ from shared.errors import OutriderError
 from shared.hub import local_path
 from shared.runtime.memory import refusing_shortage
 from shared.settings import load_settings
+from shared.signals import end_at_signals, stop_event
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 
 
 def main() -> None:
     """Learns until SIGINT or SIGTERM, or until `--max-lessons`."""
+    end_at_signals()
     try:
         settings = read_settings(sys.argv[1:])
         configure_logs("learner", level=settings.log_level, log_format=settings.log_format)
@@ -53,10 +54,6 @@ def read_settings(arguments: Sequence[str]) -> LearnerSettings:
 
 
 async def _serve(settings: LearnerSettings) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     with refusing_shortage(
         lambda shortage: (
             f"no room for the learner on {settings.device}: {shortage}; give it another --device, "
@@ -68,7 +65,7 @@ async def _serve(settings: LearnerSettings) -> None:
     registry.register(process.metrics())
     host, tls = settings.maintenance_host, settings.server_tls
     serve_metrics(registry, host, settings.metrics_port, tls)
-    await process.run(stop)
+    await process.run(stop_event())
 
 
 if __name__ == "__main__":

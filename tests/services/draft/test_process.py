@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -96,10 +97,32 @@ async def test_stopping_detaches_before_the_servers_go(target: ScriptedTarget) -
     running = asyncio.create_task(process.run_until(stop))
     stop.set()
     await asyncio.wait_for(running, WAIT_S)
-    await process.stop()
+    assert await process.stop()
     assert await conversation.hear() is None
     with pytest.raises(aio.AioRpcError):
         await _health(process.port)
+
+
+async def test_stopping_waits_for_an_engine_that_is_busy_no_longer_than_the_grace(
+    target: ScriptedTarget,
+) -> None:
+    process = DraftProcess(_settings("--target", target.address))
+    await process.listen()
+    await process.serve(ScriptedDrafter(), IDENTITY)
+    is_busy, ends = threading.Event(), threading.Event()
+
+    def capture_graphs() -> None:
+        is_busy.set()
+        ends.wait(WAIT_S)
+
+    assert process._engine is not None
+    process._engine.between_rounds(capture_graphs)
+    assert await asyncio.to_thread(is_busy.wait, WAIT_S)
+    assert not await process.stop(grace_s=0.0)
+    with pytest.raises(aio.AioRpcError):
+        await _health(process.port)
+    ends.set()
+    assert await process.stop()
 
 
 async def test_a_message_beyond_the_features_of_a_prompt_is_not_read(
