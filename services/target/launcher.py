@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import FeatureFeed
-from services.target.draw import Decision, Draw, QueuedLogprobs
+from services.target.scheduler import ScheduledSequence, StepPlan
 from services.target.sequence import Sequence
-from services.target.step_plan import ScheduledSequence, StepPlan
-from services.target.verifier import Verifier
+from services.target.verifier import Decision, Draw, QueuedLogprobs, Verifier
 from shared.generation import PromptScored
 from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
 from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs

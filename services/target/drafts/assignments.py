@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from services.target.drafts.attachment import Attachment, DraftRegistry
+from services.target.scheduler import NO_CUT_TREE, narrowed
 from services.target.sequence import Sequence
-from services.target.step_plan import NO_CUT_TREE, narrowed
 from services.target.step_report import Foreseen
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.sampling_defaults import OUTCOMES

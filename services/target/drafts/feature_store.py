@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import Attachment, FeatureRows
-from services.target.step_plan import StepPlan
+from services.target.scheduler import StepPlan
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLease, KvLeases
 from shared.kv.upload import uploaded_numbers
