@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.costs import CostTable
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.step_report import OutcomeTally
+from services.target.throughput import CostTable
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.tokens import (
