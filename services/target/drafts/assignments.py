@@ -453,7 +453,7 @@ class Assignments:
         assignment.requested = assignment.tree_request
         self._by_sequence_id[sequence.sequence_id] = assignment
         attachment.sequence_ids.add(sequence.sequence_id)
-        attachment.outbox_opened.append(
+        attachment.outbox.opened.append(
             OpenedSequence(
                 sequence.sequence_id,
                 tuple(sequence.token_ids),

@@ -353,7 +353,7 @@ class FeatureFeed:
             ring_start = None if first_in_ring is None else first_in_ring + first
             assignment.num_features_sent = start + count
             if count:
-                attachment.outbox_features.append(
+                attachment.outbox.features.append(
                     FeatureRows(
                         sequence.sequence_id, start, part, sequence.num_prompt_tokens, ring_start
                     )
