@@ -187,9 +187,9 @@ def _events(link: int, message: DraftMessage) -> list[Event]:
     verdicts."""
     events: list[Event] = []
     if message.closed:
-        events.append(SequencesClosed(link, message.closed))
+        events.append(SequencesClosed(link, tuple(message.closed)))
     if message.opened:
-        events.append(SequencesOpened(link, message.opened))
+        events.append(SequencesOpened(link, tuple(message.opened)))
     features = {rows.sequence_id: rows for rows in message.features}
     results: list[RoundResult] = []
     for verdict in message.verdicts:

@@ -11,8 +11,12 @@ from torch.nn import functional
 
 from services.draft.sequence import DraftSequence
 from shared.kv.upload import uploaded_numbers
-from shared.speculation.distributions import coupled_confidence, point_mass_confidence
-from shared.speculation.noise import fresh_seeds, gumbel_noise
+from shared.speculation.distributions import (
+    coupled_confidence,
+    fresh_seeds,
+    gumbel_noise,
+    point_mass_confidence,
+)
 from shared.speculation.rejection import DrawnChain
 from shared.speculation.row_sampling import (
     RowSampling,

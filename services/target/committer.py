@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
-from services.target.draw import Decision
 from services.target.launcher import LaunchedStep
 from services.target.requests.request import Finished
-from services.target.scheduler import Subscriptions
+from services.target.scheduler import ScheduledSequence, Subscriptions
 from services.target.sequence import Sequence
-from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, StepReport
+from services.target.verifier import Decision
 from services.target.weight_control import WeightVersion
 from shared.generation import Delta, Failed, RoundTrace
 from shared.kv.leases import KvLeases

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import FeatureFeed
-from services.target.draw import Decision, Draw, QueuedLogprobs
+from services.target.scheduler import ScheduledSequence, StepPlan
 from services.target.sequence import Sequence
-from services.target.step_plan import ScheduledSequence, StepPlan
-from services.target.verifier import Verifier
+from services.target.verifier import Decision, Draw, QueuedLogprobs, Verifier
 from shared.generation import PromptScored
 from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
 from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs
@@ -128,8 +127,7 @@ class LaunchedStep:
     """One step between its launch and the commit of its tokens.
 
     Attributes:
-        drawn: the scheduled sequences that draw, in the order of the draw's rows.
-        draw: None when no sequence draws.
+        draw: of `plan.drawn`, in that order; None when no sequence draws.
         scores: log probabilities of prompt tokens; None when no sequence wants any.
         num_rows: rows of the forward.
         num_prompt_rows: rows of the sequences that computed more than one token.
@@ -142,7 +140,6 @@ class LaunchedStep:
     """
 
     plan: StepPlan
-    drawn: SequenceOf[ScheduledSequence]
     draw: Draw | None
     scores: PromptScores | None
     num_rows: int
@@ -160,9 +157,9 @@ class LaunchedStep:
     def read(self) -> list[tuple[ScheduledSequence, Decision]]:
         """Waits for the device; returns the decision about every sequence that drew."""
         decisions = [] if self.draw is None else self.draw.read()
-        for entry in self.drawn:
+        for entry in self.plan.drawn:
             entry.sequence.num_pending -= 1
-        return list(zip(self.drawn, decisions, strict=True))
+        return list(zip(self.plan.drawn, decisions, strict=True))
 
 
 class Launcher:
@@ -186,7 +183,6 @@ class Launcher:
             batch = _with_drawn_tokens(batch, plan, last)
         output = self._runner.run(batch, capture_layers=self._features.captured_layers)
         self._features.store(plan, batch.slots, output)
-        drawn = plan.drawn
         draw, scores = None, None
         logits, positions, input_ids = output.logits, batch.positions, batch.token_ids
         if len(batch.logit_rows) < len(positions):  # else all rows, in order: the indices ascend
@@ -196,8 +192,8 @@ class Launcher:
             scores, drawing = _scored(plan.scheduled, logits)
             logits = logits.index_select(0, drawing)
             positions, input_ids = positions[drawing], input_ids[drawing]
-        if drawn:
-            draw = self._verifier.draw(drawn, logits, positions=positions, input_ids=input_ids)
+        if plan.drawn:
+            draw = self._verifier.draw(plan.drawn, logits, positions=positions, input_ids=input_ids)
         for entry in plan.scheduled:
             entry.sequence.num_computed += entry.num_rows
             entry.sequence.num_pending += entry.is_complete
@@ -205,14 +201,13 @@ class Launcher:
         mark.put()
         return LaunchedStep(
             plan,
-            drawn,
             draw,
             scores,
             len(batch.token_ids),
             sum(entry.num_rows for entry in plan.scheduled if entry.num_rows > 1),
             mark,
             start_s,
-            _allows_run_ahead(drawn, draw),
+            _allows_run_ahead(plan.drawn, draw),
         )
 
     def _packed(self, scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -259,7 +254,7 @@ def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) 
     assert last.draw is not None
     drawn_token_ids = last.draw.token_ids
     assert drawn_token_ids is not None
-    last_drawn = [entry.sequence for entry in last.drawn]
+    last_drawn = [entry.sequence for entry in last.plan.drawn]
     if [entry.sequence for entry in plan.scheduled] == last_drawn:
         # The usual case needs no kernel: every sequence goes on, one row each.
         assert batch.token_ids.shape == drawn_token_ids.shape

@@ -25,9 +25,8 @@ from services.target.rounds.head_rounds import HeadSteps
 from services.target.rounds.pushed_rounds import PushedSteps, Turn
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import StepParts
-from services.target.scheduler import AllLanes, Scheduler, Subscriptions
+from services.target.scheduler import AllLanes, Scheduler, Subscriptions, narrowed
 from services.target.sequence import Sequence as TargetSequence
-from services.target.step_plan import narrowed
 from services.target.step_report import Clock, EngineGauges, HostGap, StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import MemoryTag, MovableMemory, WeightControl, WeightVersion

@@ -183,15 +183,3 @@ def shape_name(shape: Choice) -> str:
         return "plain"
     name = f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
     return f"{name}_ahead" if shape.is_ahead else name
-
-
-def compared(rates: Mapping[Choice, float], num_sequences: int) -> str:
-    """Returns the tokens per second of plain steps and of the best trees, as text."""
-    trees = {shape: rate for shape, rate in rates.items() if shape is not None}
-    best = max(trees, key=lambda shape: trees[shape], default=None)
-    figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []
-    if best is not None:
-        shape = f"{best.num_steps} deep, {best.topk} wide"
-        figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
-    sequences = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
-    return f"with {sequences}: {', '.join(figures)}"

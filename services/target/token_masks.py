@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.grammars.matcher import MaskedTree, MaskExecutor, Masks
+from services.target.scheduler import ScheduledSequence
 from services.target.sequence import Sequence, TokenRules
-from services.target.step_plan import ScheduledSequence
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import UploadMemory
 from shared.speculation.row_sampling import (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, uploaded
-from shared.speculation.distributions import coupled_confidence
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import coupled_confidence, gumbel_noise
 from shared.speculation.row_sampling import (
     RowSampling,
     sampling_columns,

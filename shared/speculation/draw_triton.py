@@ -45,10 +45,10 @@ def fused_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )  # fmt: skip
 
 
-# The noise of `noise.py` in Triton, bit for bit.
+# The noise of `distributions.py` in Triton, bit for bit.
 #
 # Words are uint32, whose products wrap as in the paper; logarithms are float64 for the reason given
-# in `noise.py`.
+# in `distributions.py`.
 
 
 @triton.jit

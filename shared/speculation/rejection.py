@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shared.speculation.noise import fresh_coins, fresh_seeds
+from shared.speculation.distributions import fresh_coins, fresh_seeds
 from shared.speculation.row_sampling import uploaded_ids, uploaded_tensor
 from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree

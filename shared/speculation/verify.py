@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from shared.errors import InvalidArgument
-from shared.speculation.distributions import shaped_logits, truncated
-from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
+from shared.speculation.distributions import (
+    fresh_coins,
+    fresh_seeds,
+    gumbel_noise,
+    shaped_logits,
+    truncated,
+)
 from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded_ids, uploaded_tensor
 from shared.speculation.tree import row_parents
 from shared.tokens import TokenTree

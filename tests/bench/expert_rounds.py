@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from services.target.adaptive_config import DEFAULT_CONFIG
-from services.target.costs import CostTable
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import StepTimer, capacities
+from services.target.throughput import CostTable
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.dense_layer import DenseLayer, plain_norm
 from tests.helpers.head_oracle import Values

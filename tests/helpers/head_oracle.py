@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.dense_layer import rotated
 from tests.helpers.draft_heads import TinyHead

@@ -16,7 +16,7 @@ from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState, SlotSequence
 from shared.runtime.tree_draft import DraftCode
 from shared.runtime.tree_model import DecoderModel
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 from shared.speculation.tree import NO_TOKEN
 from shared.tokens import SamplingParams, TreeShape
 

@@ -21,7 +21,7 @@ from services.draft.sequence import DraftSequence
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
 from services.target.requests.request import GenerationRequest
-from services.target.step_plan import NO_CUT_TREE, CutTree
+from services.target.scheduler import NO_CUT_TREE, CutTree
 from services.target.verifier import VerificationMode
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool

@@ -16,7 +16,7 @@ from services.draft.likely_verdicts import LikelyVerdict
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
-from shared.speculation.noise import fresh_generator
+from shared.speculation.distributions import fresh_generator
 from shared.tokens import TokenTree, TreeShape
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from services.target.drafts.attachment import Attachment, DraftRegistry
+from services.target.scheduler import NO_CUT_TREE, narrowed
 from services.target.sequence import Sequence
-from services.target.step_plan import NO_CUT_TREE, narrowed
 from services.target.step_report import Foreseen
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.sampling_defaults import OUTCOMES
@@ -453,7 +453,7 @@ class Assignments:
         assignment.requested = assignment.tree_request
         self._by_sequence_id[sequence.sequence_id] = assignment
         attachment.sequence_ids.add(sequence.sequence_id)
-        attachment.outbox_opened.append(
+        attachment.outbox.opened.append(
             OpenedSequence(
                 sequence.sequence_id,
                 tuple(sequence.token_ids),

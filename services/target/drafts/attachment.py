@@ -8,12 +8,12 @@ import enum
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.costs import CostTable
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.step_report import OutcomeTally
+from services.target.throughput import CostTable
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.tokens import (
@@ -230,9 +230,10 @@ class FeatureRows:
         return self.position_offset + self.num_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftMessage:
-    """The message to one draft after one step. At most one a step, for any batch size.
+    """The message to one draft after one step. At most one a step, for any batch size. It is filled
+    during the step, and not changed once it is sent.
 
     Attributes:
         features: rows of newly computed positions, without gaps from a sequence's first row on.
@@ -242,12 +243,12 @@ class DraftMessage:
         commands: commands to a head in mapped rounds.
     """
 
-    opened: tuple[OpenedSequence, ...]
-    verdicts: tuple[Verdict, ...]
-    closed: tuple[int, ...]
-    features: tuple[FeatureRows, ...] = ()
+    opened: list[OpenedSequence] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    features: list[FeatureRows] = field(default_factory=list)
     weights: WeightVersion | None = None
-    commands: tuple[MappedCommand, ...] = ()
+    commands: list[MappedCommand] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +381,7 @@ class Attachment:
         refusal: why it was not added; set before its port is closed.
         learns: it is a learner: it gets sequences that have ended, and drafts for none.
         max_context_tokens: most tokens of an ended sequence that a learner wants; None for all.
+        outbox: the message that is being filled.
     """
 
     identity: DraftIdentity
@@ -403,11 +405,7 @@ class Attachment:
     warm_up: DraftWarmUp = field(default_factory=DraftWarmUp)
     sequence_ids: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
-    outbox_opened: list[OpenedSequence] = field(default_factory=list)
-    outbox_verdicts: list[Verdict] = field(default_factory=list)
-    outbox_closed: list[int] = field(default_factory=list)
-    outbox_features: list[FeatureRows] = field(default_factory=list)
-    outbox_weights: WeightVersion | None = None
+    outbox: DraftMessage = field(default_factory=DraftMessage)
 
     def __post_init__(self) -> None:
         self.base_shape = self.identity.shape or DEFAULT_SHAPE
@@ -464,29 +462,21 @@ class Attachment:
         In a message, closed sequences come before opened ones. So if the draft has not been told of
         the sequence yet, everything about it leaves the outbox instead.
         """
-        opened = [s for s in self.outbox_opened if s.sequence_id != sequence_id]
-        if len(opened) == len(self.outbox_opened):
-            self.outbox_closed.append(sequence_id)
+        outbox = self.outbox
+        opened = [s for s in outbox.opened if s.sequence_id != sequence_id]
+        if len(opened) == len(outbox.opened):
+            outbox.closed.append(sequence_id)
             return
-        self.outbox_opened = opened
-        self.outbox_verdicts = [v for v in self.outbox_verdicts if v.sequence_id != sequence_id]
-        self.outbox_features = [f for f in self.outbox_features if f.sequence_id != sequence_id]
+        outbox.opened = opened
+        outbox.verdicts = [v for v in outbox.verdicts if v.sequence_id != sequence_id]
+        outbox.features = [f for f in outbox.features if f.sequence_id != sequence_id]
 
     def take_message(self) -> DraftMessage | None:
         """Empties the outbox; returns None when there is nothing in it."""
-        outboxes: tuple[list[Any], ...] = (
-            self.outbox_opened,
-            self.outbox_verdicts,
-            self.outbox_closed,
-            self.outbox_features,
-        )
-        if self.outbox_weights is None and not any(outboxes):
+        message, empty = self.outbox, DraftMessage()
+        if message == empty:
             return None
-        opened, verdicts, closed, features = (tuple(outbox) for outbox in outboxes)
-        message = DraftMessage(opened, verdicts, closed, features, self.outbox_weights)
-        self.outbox_weights = None
-        for outbox in outboxes:
-            outbox.clear()
+        self.outbox = empty
         return message
 
 

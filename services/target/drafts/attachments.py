@@ -329,7 +329,7 @@ class Verdicts:
         verdict, foreseen = assignment.decide(
             committed_token_ids, accepted, was_verified=was_verified
         )
-        attachment.outbox_verdicts.append(verdict)
+        attachment.outbox.verdicts.append(verdict)
         if was_verified:
             position = len(accepted_node_indices)
             for tally in (attachment.outcomes, self.outcomes):

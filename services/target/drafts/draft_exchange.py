@@ -108,7 +108,7 @@ class Learners:
             rows = FeatureRows(
                 opened.sequence_id, 0, lesson.rows.read(), num_prompt_tokens=len(opened.token_ids)
             )
-            if not learner.port.send(DraftMessage((opened,), (), (), (rows,))):
+            if not learner.port.send(DraftMessage(opened=[opened], features=[rows])):
                 self.num_missed += 1
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class DraftExchange:
             self._refuse(attachment, error)
             return
         if self._version.num_updates:
-            attachment.outbox_weights = replace(self._version)
+            attachment.outbox.weights = replace(self._version)
         if attachment.learns:
             self.learners.attach(attachment)
             return
@@ -272,7 +272,7 @@ class DraftExchange:
         that they computed from its features are stale."""
         self.learners.drop_unsent()
         for attachment in (*self.attachments.drafts.live, *self.learners.attached):
-            attachment.outbox_weights = replace(self._version)
+            attachment.outbox.weights = replace(self._version)
 
     def take_offers(self) -> None:
         """Takes candidates that drafts pushed. Called before a step, and once more before its

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.costs import CostTable
-from services.target.step_report import compared
+from services.target.throughput import FORGET_S, Acceptance, CostTable, compared
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 MIN_GAIN, MARGIN = 1.03, 0.1

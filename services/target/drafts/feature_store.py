@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import Attachment, FeatureRows
-from services.target.step_plan import StepPlan
+from services.target.scheduler import StepPlan
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLease, KvLeases
 from shared.kv.upload import uploaded_numbers
@@ -353,7 +353,7 @@ class FeatureFeed:
             ring_start = None if first_in_ring is None else first_in_ring + first
             assignment.num_features_sent = start + count
             if count:
-                attachment.outbox_features.append(
+                attachment.outbox.features.append(
                     FeatureRows(
                         sequence.sequence_id, start, part, sequence.num_prompt_tokens, ring_start
                     )

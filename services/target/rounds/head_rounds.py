@@ -378,7 +378,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes = self._lanes
         if self.policy is None or lanes is None or lanes.runner.num_placed:
             return False
-        return step.num_rows == len(step.drawn) == self._scheduler.num_running
+        return step.num_rows == len(step.plan.drawn) == self._scheduler.num_running
 
     def join(self) -> None:
         """Gives lanes to sequences whose prompts are computed. Called while the device is busy,

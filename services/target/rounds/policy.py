@@ -12,10 +12,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from services.target.costs import CostTable
-from services.target.step_report import compared
+from services.target.throughput import FORGET_S, Acceptance, CostTable, compared
 from shared.tokens import Choice, TreeShape
 
 MIN_GAIN = 1.03

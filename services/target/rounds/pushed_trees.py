@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from services.target.drafts.assignments import Assignment
 from services.target.drafts.attachments import Attachments
-from services.target.draw import Decision
 from services.target.rounds.round_steps import LaunchedRound
+from services.target.scheduler import ScheduledSequence, pruned
 from services.target.sequence import Sequence
-from services.target.step_plan import ScheduledSequence, pruned
 from services.target.step_report import Clock
+from services.target.verifier import Decision
 from shared.runtime.round_selection import Ending, PreparedTree
 from shared.runtime.round_state import SequenceRound
 from shared.tokens import EMPTY_TREE, Candidate, TokenTree

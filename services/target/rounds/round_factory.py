@@ -60,7 +60,7 @@ class MappedRounds:
         """Has a draft map the memory and prepare for rounds of all sizes."""
 
         def send(commands: SequenceOf[MappedCommand]) -> bool:
-            return attachment.port.send(DraftMessage((), (), (), commands=tuple(commands)))
+            return attachment.port.send(DraftMessage(commands=list(commands)))
 
         sizes = [
             (number, count, kind)

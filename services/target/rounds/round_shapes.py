@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.target.costs import CostTable
+from services.target.throughput import CostTable
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.graphs import round_graph_bytes, step_memory_bytes
 from shared.runtime.memory import Shortage, free_memory_bytes, in_words

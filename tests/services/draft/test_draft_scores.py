@@ -9,7 +9,7 @@ import torch
 
 from services.draft.draft_scores import DraftScores
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 from shared.tokens import SamplingParams
 
 VOCAB_SIZE = 40

@@ -55,6 +55,6 @@ def test_a_request_fixes_the_number_of_verdicts() -> None:
     sequence = make_sequence()
     sequence.request = replace(sequence.request, num_outcomes=2)
     attachments.attach(attachment, [sequence], 0.0)
-    [opened] = attachment.outbox_opened
+    [opened] = attachment.outbox.opened
     assert opened.tree_request.num_outcomes == 2
     assert _figures(attachments)[-1] == 2

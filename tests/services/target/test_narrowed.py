@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from services.target.step_plan import narrowed
+from services.target.scheduler import narrowed
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import TokenTree
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.target.draw import FreshRule
+from services.target.verifier import FreshRule
 from shared.speculation.rejection import BLOCK, REJECTION, ChainRule, DrawnChain
 from shared.tokens import EMPTY_TREE, TokenTree
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.target.requests.request import GenerationRequest, ModelLimits
+from services.target.scheduler import ScheduledSequence
 from services.target.sequence import Sequence
-from services.target.step_plan import ScheduledSequence
 from services.target.verifier import RunningCounts
 from shared.speculation.row_sampling import TokenCounts
 from shared.speculation.tree import row_paths

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.scheduler import MAX_SCORED_ROWS, Scheduler, SchedulerLimits, StepPlan, pruned
 from services.target.sequence import Sequence
-from services.target.step_plan import MAX_SCORED_ROWS, StepPlan, pruned
 from shared.errors import QueueFull
 from shared.generation import PromptScoring
 from shared.kv.leases import KvLeases

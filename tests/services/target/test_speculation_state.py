@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.target.admin_service import attachment_message
-from services.target.costs import CostTable
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import (
@@ -19,6 +18,7 @@ from services.target.drafts.draft_exchange import (
 )
 from services.target.metrics import WantedMetrics
 from services.target.rounds.policy import LanePolicy
+from services.target.throughput import CostTable
 from shared.tokens import TreeShape
 from tests.helpers.one_draft import with_one_draft
 

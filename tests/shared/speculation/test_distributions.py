@@ -21,11 +21,11 @@ from transformers import (
 
 from shared.speculation.distributions import (
     coupled_confidence,
+    gumbel_noise,
     point_mass_confidence,
     stable_topk,
     target_log_probs,
 )
-from shared.speculation.noise import gumbel_noise
 from shared.speculation.row_sampling import RowSampling, TokenCounts, row_sampling
 from shared.speculation.verify import draw_tokens
 from shared.tokens import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.verify import draw_tokens
 from shared.tokens import SamplingParams

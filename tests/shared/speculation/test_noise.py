@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.speculation.noise import (
+from shared.speculation.distributions import (
     fresh_coins,
     gumbel_noise,
     philox_4x32_10,
@@ -92,7 +92,7 @@ def test_seed_position_and_stream_each_change_every_value() -> None:
 
 def test_extreme_words_give_finite_noise() -> None:
     """A float32 uniform would round the highest word to 1, whose noise is infinite."""
-    from shared.speculation.noise import _gumbel
+    from shared.speculation.distributions import _gumbel
 
     noise = _gumbel(torch.tensor([0, WORD - 1]))
     assert noise.tolist() == pytest.approx([-math.log(33 * math.log(2)), 33 * math.log(2)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.speculation.noise import gumbel_noise
+from shared.speculation.distributions import gumbel_noise
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -42,5 +42,5 @@ def test_closed_sequence_is_told_once() -> None:
     attachments.assignments.close(sequence)
     attachments.assignments.close(sequence)
     [(_, message)] = attachments.drafts.take_messages()
-    assert message.closed == (1,)
+    assert message.closed == [1]
     assert not attachment.sequence_ids

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.target.acceptance import FORGET_S
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates, chain
-from services.target.costs import CostTable
 from services.target.drafts.draft_policy import (
     ALLOWANCE_S,
     ALWAYS,
@@ -27,6 +25,7 @@ from services.target.drafts.draft_policy import (
     Rounds,
     RoundTimes,
 )
+from services.target.throughput import FORGET_S, CostTable
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 BASE = chain(3)

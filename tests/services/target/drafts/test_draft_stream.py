@@ -9,7 +9,7 @@ from services.target.drafts.attachment import DraftMessage, DraftStream
 
 
 def _message(*closed: int) -> DraftMessage:
-    return DraftMessage((), (), closed)
+    return DraftMessage(closed=list(closed))
 
 
 def _stream(capacity: int = 2) -> DraftStream:

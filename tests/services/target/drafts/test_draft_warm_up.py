@@ -74,7 +74,7 @@ def test_the_draft_is_not_blamed_for_it() -> None:
     assert rounds.draft.timeout.response_s == response_s
     assert not rounds.draft.timeout.is_cold
     assert rounds.draft.counters.num_missed_rounds == 0
-    assert not rounds.draft.outbox_verdicts[-1].tree_request.is_paused
+    assert not rounds.draft.outbox.verdicts[-1].tree_request.is_paused
 
 
 def test_a_silent_draft_is_blamed() -> None:

@@ -100,8 +100,8 @@ def _silence(pool: _Pool) -> None:
 def test_sequences_of_a_silent_draft_move_to_one_that_answers(pool: _Pool) -> None:
     first = pool.sequences[0]
     _silence(pool)
-    assert first.sequence_id in pool.a.outbox_closed
-    assert first.sequence_id in {each.sequence_id for each in pool.b.outbox_opened}
+    assert first.sequence_id in pool.a.outbox.closed
+    assert first.sequence_id in {each.sequence_id for each in pool.b.outbox.opened}
     num_verified = pool.b.counters.num_verified_rounds
     pool.steps(4)
     assert pool.b.counters.num_verified_rounds == num_verified + 8

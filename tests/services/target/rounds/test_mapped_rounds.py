@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.target.costs import CostTable
 from services.target.engine import Engine
 from services.target.rounds import head_rounds
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
+from services.target.throughput import CostTable
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime import mapped_rounds

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.target.adaptive_config import AdaptiveConfig, Candidates
-from services.target.costs import CostTable
 from services.target.rounds.policy import PROBE_ROUNDS, Acceptance, Choice, LanePolicy
+from services.target.throughput import CostTable
 from shared.tokens import TreeShape
 
 LONG, SHORT, TREE = TreeShape(5, 1, 6), TreeShape(1, 1, 2), TreeShape(5, 4, 8)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from services.target.admin_service import attachment_message, gauge_values
-from services.target.costs import CostTable
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
+from services.target.throughput import CostTable
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair

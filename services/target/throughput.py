@@ -1,13 +1,15 @@
-"""Estimates of the acceptance rate of drafted tokens, by tree level. No torch."""
+"""The throughput of a choice: its tokens, from the acceptance of drafted tokens by tree level, over
+its seconds, from a table measured at start-up. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shared.tokens import TreeShape
+from shared.tokens import Choice, TreeShape
 
 MEMORY, UNTRIED_MEMORY = 0.98, 0.995
 """Decay of a level's trials in a round that tries the level, and in a round that does not."""
@@ -103,3 +105,59 @@ class Acceptance:
             rate = (level.hits + FIRST_WEIGHT * rate) / (level.trials + FIRST_WEIGHT)
             rates.append((rate, level.trials))
         return rates
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Seconds of a step by number of sequences.
+
+    Attributes:
+        plain: of plain steps.
+        rounds: of rounds, by the shape of their trees.
+    """
+
+    plain: dict[int, float] = field(default_factory=dict)
+    rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
+
+    def seconds(self, choice: Choice, num_sequences: int) -> float | None:
+        """Returns the time of a step; None if the choice was never measured."""
+        times = self.plain if choice is None else self.rounds.get(choice, {})
+        return _between(times, num_sequences)
+
+    def measured(self) -> dict[tuple[Choice, int], float]:
+        """Returns the seconds of steps by choice and number of sequences."""
+        choices: list[Choice] = [None, *self.rounds]
+        return {
+            (choice, num_sequences): seconds
+            for choice in choices
+            for num_sequences, seconds in (
+                self.plain if choice is None else self.rounds[choice]
+            ).items()
+        }
+
+
+def _between(times: Mapping[int, float], num_sequences: int) -> float | None:
+    """Interpolates between the measured numbers of sequences."""
+    if not times:
+        return None
+    sizes = sorted(times)
+    place = bisect_left(sizes, num_sequences)
+    if place == 0:
+        return times[sizes[0]]
+    if place == len(sizes):
+        return times[sizes[-1]] * num_sequences / sizes[-1]
+    low, high = sizes[place - 1], sizes[place]
+    share = (num_sequences - low) / (high - low)
+    return times[low] + share * (times[high] - times[low])
+
+
+def compared(rates: Mapping[Choice, float], num_sequences: int) -> str:
+    """Returns the tokens per second of plain steps and of the best trees, as text."""
+    trees = {shape: rate for shape, rate in rates.items() if shape is not None}
+    best = max(trees, key=lambda shape: trees[shape], default=None)
+    figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []
+    if best is not None:
+        shape = f"{best.num_steps} deep, {best.topk} wide"
+        figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
+    sequences = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
+    return f"with {sequences}: {', '.join(figures)}"
