@@ -1,7 +1,8 @@
 """When a process ends at SIGINT or SIGTERM.
 
 While a process starts, which may block its event loop for minutes, a signal ends it at once: there
-is nothing to drain. From `stop_event` on, a signal asks it to stop in order.
+is nothing to drain. From `stop_at_signals` on, just before it serves, a signal asks it to stop in
+order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _SIGNALLED = 128  # exit codes of signals begin here
 
 
 def end_at_signals() -> None:
-    """Has signals end the process, without a traceback, until `stop_event`."""
+    """Has signals end the process, without a traceback, until `stop_at_signals`."""
     for number in _NUMBERS:
         # As the first process of a container it would ignore signals without a handler.
         signal.signal(number, _end)
@@ -25,9 +26,14 @@ def end_at_signals() -> None:
 def stop_event() -> asyncio.Event:
     """Returns an event that is set at SIGINT or SIGTERM from now on."""
     stop = asyncio.Event()
+    stop_at_signals(stop)
+    return stop
+
+
+def stop_at_signals(stop: asyncio.Event) -> None:
+    """Sets the event at SIGINT or SIGTERM from now on."""
     for number in _NUMBERS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
 
 
 def _end(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - the interpreter gives it

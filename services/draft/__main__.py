@@ -21,7 +21,7 @@ from services.draft.metrics import DraftRecorder
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings, read_settings
 from shared.errors import OutriderError
-from shared.signals import end_at_signals, stop_event
+from shared.signals import end_at_signals, stop_at_signals
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.start_up import open_round_log
@@ -55,6 +55,7 @@ def main() -> None:
 
 
 async def _serve(settings: DraftSettings) -> None:
+    stop = asyncio.Event()
     tracer = tracer_for("draft", settings.otlp_endpoint, settings.trace_sample_ratio)
     round_log = open_round_log(settings.round_log)
     wire = WireMeter(round_log)
@@ -72,8 +73,8 @@ async def _serve(settings: DraftSettings) -> None:
         drafter = await asyncio.to_thread(build_drafter, settings, None, followers)
         worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         identity = worker_identity(settings, drafter.limits, worker_id=worker_id)
-        await process.serve(drafter, identity)
-        await process.run_until(stop_event())
+        await process.serve(drafter, identity, lambda: stop_at_signals(stop))
+        await process.run_until(stop)
     finally:
         has_ended = await process.stop()
         if followers is not None:

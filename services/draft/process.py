@@ -86,8 +86,17 @@ class DraftProcess:
         for server in self._servers:
             await server.start()
 
-    async def serve(self, drafter: Drafter, identity: WorkerIdentity) -> None:
-        """Starts the engine, drafts once as a warm-up, then attaches to the targets."""
+    async def serve(
+        self,
+        drafter: Drafter,
+        identity: WorkerIdentity,
+        before_serving: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts the engine, drafts once as a warm-up, then attaches to the targets.
+
+        Args:
+            before_serving: called right before the process accepts requests and attaches.
+        """
         is_on_gpu = compiles_kernels(self._settings)
         engine = DraftEngine(
             drafter,
@@ -125,6 +134,7 @@ class DraftProcess:
                 engine, identity, drafter.limits, lambda: [c.status for c in self._clients]
             )
         )
+        before_serving()
         await self._lifecycle.activate()
         engine.prepare_when_idle()
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]

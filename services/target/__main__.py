@@ -29,7 +29,7 @@ from services.target.tensor_parallel import run_followers, start_followers
 from shared.errors import OutriderError
 from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
-from shared.signals import end_at_signals, stop_event
+from shared.signals import end_at_signals, stop_at_signals
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
 from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, open_round_log, start_phase
@@ -94,12 +94,13 @@ def read_settings(
 
 
 async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None) -> None:
+    stop = asyncio.Event()
     with ExitStack() as opened:
         process = _build(settings, draft_settings, opened)
         try:
-            await process.start()
+            await process.start(lambda: stop_at_signals(stop))
             log_process_age(SERVING)
-            await process.run_until(stop_event())
+            await process.run_until(stop)
         finally:
             with suppress(asyncio.CancelledError):
                 await process.stop(settings.drain_grace_s)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -169,8 +169,11 @@ class TargetProcess:
         self._embedded = draft
         self._draft_settings = settings
 
-    async def start(self) -> None:
+    async def start(self, before_serving: Callable[[], None] = lambda: None) -> None:
         """Starts servers, engine and embedded draft; SERVING after a warm-up generation.
+
+        Args:
+            before_serving: called right before the process accepts requests.
 
         Raises:
             SettingsError: a port is taken.
@@ -197,6 +200,7 @@ class TargetProcess:
             num_tokens = warm_up_tokens(self._engine, settings.chunked_prefill_size)
             most_at_once = min(settings.max_running_requests, settings.max_queued_requests)
             await warm_up(self._engine, num_tokens, most_at_once)
+        before_serving()
         await self._lifecycle.activate()
 
     async def run_until(self, stop: asyncio.Event) -> None:
