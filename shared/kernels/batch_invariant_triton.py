@@ -52,8 +52,9 @@ _WIDE_TILE = 128
 _STAGES = {16: 4, 32: 4, 64: 3}
 _WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
 _E4M3_STAGES = {16: 4, 32: 4, 64: 4}
+# The most rows with which gating pays where blocks of e4m3 have scales.
 _MOST_GATED_ROWS_IN_BLOCKS = 32
-# The most rows of dependent launches with 8-bit weights; 0 is none.
+# The most rows of dependent launches with int8 weights; 0 is none.
 _MOST_WORD_ROWS = 0
 
 

@@ -130,7 +130,7 @@ def num_saved_bytes(model: object) -> int:
 
 
 def num_widened_bytes(model: object) -> int:
-    """Returns the memory for the largest 8-bit weight of `model` in 16 bits: products of many rows
+    """Returns the memory for the largest int8 weight of `model` in 16 bits: products of many rows
     widen one weight after another."""
     weights = (layer.weight for layer in parts_of(model, Linear))
     sizes = (weight.num_widened_bytes for weight in weights if isinstance(weight, QuantisedWeight))
@@ -139,7 +139,7 @@ def num_widened_bytes(model: object) -> int:
 
 def as_batch_invariant(part: _PartT) -> _PartT:
     """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
-    and 8-bit weights then give a row the same bits for all numbers of rows, as others always do."""
+    and int8 weights then give a row the same bits for all numbers of rows, as others always do."""
     return cast(_PartT, _as_batch_invariant(part))
 
 

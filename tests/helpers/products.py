@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.kernels.linear import scale_rows
 from shared.kernels.quantised import QuantisedWeight, quantised_rows
 
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -18,7 +19,7 @@ def multiplied(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
     that the inputs are rounded to."""
     if not weight.has_kernel or weight.is_packed:
         return inputs.float()
-    is_by_block = weight.scales.shape[1] > 1 or len(weight.scales) < len(weight.values)
+    is_by_block = scale_rows(weight.scales, len(weight.values)) > 0
     values, scales = quantised_rows.plain(inputs, is_by_block=is_by_block)
     return values.float() * scales.t().repeat_interleave(inputs.shape[1] // len(scales), 1)
 
