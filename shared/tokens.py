@@ -449,8 +449,6 @@ class Verdict:
         tree_request: the target's request for the tree of the next round.
         candidate_id: the candidate that was verified; None when no candidate of the draft was.
         next_candidate_id: the candidate pushed ahead that the target verifies next.
-        runner_ups: the most probable tokens at the bonus token's position except the bonus token,
-            best first, with their log probabilities; empty when the target does not report them.
     """
 
     sequence_id: int
@@ -462,7 +460,6 @@ class Verdict:
     tree_request: TreeRequest = ANY_TREE
     candidate_id: int | None = None
     next_candidate_id: int | None = None
-    runner_ups: tuple[tuple[int, float], ...] = ()
 
     @property
     def condition(self) -> Condition:

@@ -284,12 +284,6 @@ def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:
     add_optional(batch.paused, [request.is_paused for request in requests], absent=False)
     counts = [-1 if request.num_outcomes is None else request.num_outcomes for request in requests]
     add_optional(batch.wanted_outcome_counts, counts, -1)
-    if any(verdict.runner_ups for verdict in verdicts):
-        runner_ups = [verdict.runner_ups for verdict in verdicts]
-        tokens = [[token for token, _ in pairs] for pairs in runner_ups]
-        _add_ragged(batch.runner_up_offsets, batch.runner_up_token_ids, tokens)
-        log_probs = [log_prob for pairs in runner_ups for _, log_prob in pairs]
-        batch.runner_up_log_probs.extend(log_probs)
 
 
 def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
@@ -311,11 +305,6 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
         raise InvalidArgument.of(
             "VERDICT_EMPTY", "committed_offsets", "a verdict commits at least 1 token; one has 0"
         )
-    runner_ups: list[tuple[tuple[int, float], ...]] = [()] * len(numbers)
-    if batch.runner_up_offsets:
-        offsets = read.offsets("runner_up_offsets", "runner_up_token_ids", "runner_up_log_probs")
-        pairs = zip(batch.runner_up_token_ids, batch.runner_up_log_probs, strict=True)
-        runner_ups = _ragged(offsets, list(pairs))
     return list(
         map(
             Verdict,
@@ -328,7 +317,6 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
             _tree_requests(read),
             [number or None for number in read.optional("candidate_ids", 0)],
             [number or None for number in read.optional("next_candidate_ids", 0)],
-            runner_ups,
         )
     )
 

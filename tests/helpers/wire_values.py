@@ -36,7 +36,6 @@ conditions = st.none() | st.builds(Condition, st.none() | int31, int31, ids)
 indices = st.lists(int31, max_size=5).map(tuple)
 tokens = st.lists(int31, min_size=1, max_size=5).map(tuple)
 shapes = st.builds(TreeShape, st.integers(1, 32), st.integers(1, 16), st.integers(2, 257))
-runner_ups = st.lists(st.tuples(int31, st.floats(-1e6, 0, width=32)), max_size=3).map(tuple)
 candidates = st.builds(Candidate, int63, int63, int31, trees(), conditions, ids, st.none() | shapes)
 tree_requests = st.just(NO_TREE) | st.builds(
     TreeRequest, st.none() | shapes, num_outcomes=st.none() | st.integers(0, 64)
@@ -52,5 +51,4 @@ verdicts = st.builds(
     tree_requests,
     ids,
     ids,
-    runner_ups,
 )

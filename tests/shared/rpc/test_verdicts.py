@@ -50,7 +50,6 @@ def test_columns_that_say_nothing_are_left_out() -> None:
         ("paused", [True], "paused has 1 entries"),
         ("wanted_shape_numbers", [0, 2], "wanted_shape_numbers holds 2; wanted_shapes has 0"),
         ("wanted_outcome_counts", [-2, 0], "wanted_outcome_counts is -2"),
-        ("runner_up_offsets", [0, 0, 1], "runner_up_offsets ends at 1; runner_up_token_ids has 0"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_by_name(
