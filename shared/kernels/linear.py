@@ -25,9 +25,8 @@ _MAX_PROGRAMS = 256
 _MIN_SEGMENT = 512
 # Tensor cores add products of e4m3 with 14 bits, so long sums lose precision. Over this length they
 # lose a fifth more than their rounding to bfloat16, a twentieth of what rounding to e4m3 costs.
-_MAX_E4M3_SEGMENT = 4096
-# The most row tiles of a product whose segments are spread over programs.
-MAX_ROW_TILES = 2
+# Products of int8 are added exactly, and so many of them, each at most 127 * 128, fit in 32 bits.
+_MAX_SEGMENT = {torch.float8_e4m3fn: 4096, torch.int8: 2**17}
 # The most rows of the kernel for few rows: one tile.
 MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -52,8 +51,8 @@ class BatchInvariantOperand:
     """The weight of a product, `[N, K]`.
 
     Attributes:
-        values: half precision; int8 in the order of `quantised.in_words`, which is multiplied in
-            half precision; or e4m3, which is multiplied with `quantised.quantised_rows`.
+        values: half precision; or int8 or e4m3, which are multiplied with rows rounded to the same
+            type, see `quantised.quantised_rows`.
         scales: scales of 8-bit values, see `QuantisedWeight`; None for half precision.
         counters: see `tile_counters`. Two products that use them must not run at the same time.
     """
@@ -63,23 +62,18 @@ class BatchInvariantOperand:
     counters: Tensor
 
     @property
-    def is_e4m3(self) -> bool:
-        """Whether products are computed in 8 bits."""
-        return self.values.dtype is torch.float8_e4m3fn
-
-    @property
     def scale_rows(self) -> int:
         """See `scale_rows`; 0 for half precision."""
         return 0 if self.scales is None else scale_rows(self.scales, len(self.values))
 
     @property
     def segments(self) -> Segments:
-        """The segments of K; they depend only on the weight's shape."""
+        """The segments of K; they depend only on the weight's shape and type."""
         num_channels, depth = self.values.shape
         num_tiles, count = -(-num_channels // TILE_CHANNELS), 1
         while 2 * count * num_tiles <= _MAX_PROGRAMS and 2 * count * _MIN_SEGMENT <= depth:
             count *= 2
-        while self.is_e4m3 and count * _MAX_E4M3_SEGMENT < depth:
+        while count * _MAX_SEGMENT.get(self.values.dtype, depth) < depth:
             count *= 2
         length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
         return Segments(length, -(-depth // length))
@@ -118,8 +112,7 @@ def scale_rows(scales: Tensor, num_channels: int) -> int:
 
 def tile_counters(num_channels: int, device: torch.device) -> Tensor:
     """Returns `[C]` int32 zeros, in which the programs that share a tile count themselves."""
-    num_tiles = MAX_ROW_TILES * -(-num_channels // TILE_CHANNELS)
-    return torch.zeros(num_tiles, dtype=torch.int32, device=device)
+    return torch.zeros(-(-num_channels // TILE_CHANNELS), dtype=torch.int32, device=device)
 
 
 def batch_invariant_linear(

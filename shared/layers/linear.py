@@ -129,22 +129,14 @@ def num_saved_bytes(model: object) -> int:
     return saved + sum(weight.num_saved_bytes for weight in parts_of(model, ExpertWeight))
 
 
-def num_widened_bytes(model: object) -> int:
-    """Returns the memory for the largest int8 weight of `model` in 16 bits: products of many rows
-    widen one weight after another."""
-    weights = (layer.weight for layer in parts_of(model, Linear))
-    sizes = (weight.num_widened_bytes for weight in weights if isinstance(weight, QuantisedWeight))
-    return max(sizes, default=0)
-
-
 def as_batch_invariant(part: _PartT) -> _PartT:
     """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
-    and int8 weights then give a row the same bits for all numbers of rows, as others always do."""
+    then give a row the same bits for all numbers of rows, as others always do."""
     return cast(_PartT, _as_batch_invariant(part))
 
 
 def _as_batch_invariant(part: object) -> object:
-    if isinstance(part, QuantisedWeight | ExpertWeight):
+    if isinstance(part, ExpertWeight):
         return replace(part, is_batch_invariant=True)
     if isinstance(part, tuple):
         return tuple(map(_as_batch_invariant, part))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
 from tests.helpers.kernel_device import kernel_device
-from tests.helpers.products import E4M3_ROUNDING, ROUNDING, multiplied, product_error
+from tests.helpers.products import multiplied, product_error, rounding_of
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
@@ -94,7 +92,7 @@ def test_products_are_those_of_the_expanded_weight(
         monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
     matrix = _matrix(*size, stored, rows, dtype)
     expanded = _expanded(matrix, rows)
-    weight = replace(QuantisedWeight.kept(matrix), is_batch_invariant=True)
+    weight = QuantisedWeight.kept(matrix)
     assert weight.has_kernel
     inputs, bias = _random(300, size[1], seed=2).to(dtype), _random(size[0], seed=3).to(dtype)
     whole = quantised_linear(inputs, weight, bias)
@@ -102,8 +100,7 @@ def test_products_are_those_of_the_expanded_weight(
         own = inputs[:num_rows]
         found = quantised_linear(own, weight, bias)
         exact = multiplied(own, weight)
-        limit = ROUNDING[dtype] if stored is torch.int8 else E4M3_ROUNDING
-        assert product_error(found, exact, expanded, bias) < limit
+        assert product_error(found, exact, expanded, bias) < rounding_of(weight)
         if not IS_INTERPRETING:
             assert torch.equal(found, whole[:num_rows]), num_rows
             assert torch.equal(

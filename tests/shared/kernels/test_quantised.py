@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels import quantised
 from shared.kernels.quantised import (
     QuantisedWeight,
-    StoredMatrix,
     from_words,
     in_words,
     largest_elements,
@@ -100,32 +98,6 @@ def test_rows_do_not_depend_on_their_number(depth: int, stored: torch.dtype) -> 
     expected = quantised_linear(inputs, weight, None)
     for num_rows in (1, 2, 3, 5, 8, 17, 33):
         assert torch.equal(quantised_linear(inputs[:num_rows], weight, None), expected[:num_rows])
-
-
-@pytest.mark.parametrize("block_rows", [None, 128, 1])
-@pytest.mark.parametrize("sizes", [(70,), (256, 44)])
-def test_many_rows_multiply_one_piece_after_the_other(
-    sizes: tuple[int, ...], block_rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
-    monkeypatch.setattr(quantised, "_PIECE_BYTES", 2**17)
-    monkeypatch.setattr(quantised, "_MAX_REGISTER_ROWS", 8)
-    channels = sum(sizes)
-    matrix = StoredMatrix.rounded(_random(channels, 384).half(), torch.int8, block_rows=block_rows)
-    weight = QuantisedWeight.kept(matrix)
-    assert tuple(len(each.values) for each in weight.pieces()) == sizes
-    assert weight.num_widened_bytes == len(sizes) * 128 * 384 * 2
-    inputs, bias = _random(9, 384, seed=1).half(), _random(channels, seed=2).half()
-    wide = weight.dequantised(torch.float32)
-    for own in (None, bias):
-        found = quantised_linear(inputs, weight, own)
-        exact = inputs.float() @ wide.T + (0.0 if own is None else own.float())
-        torch.testing.assert_close(found.float(), exact, rtol=2e-3, atol=5e-2)
-    assert weight.is_widened(9)
-    assert not weight.is_widened(8)
-    steady = replace(weight, is_batch_invariant=True)
-    assert not steady.is_widened(9)
-    assert steady.num_widened_bytes == 0
 
 
 def test_every_e4m3_number_is_widened_exactly() -> None:
