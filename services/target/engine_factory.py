@@ -23,7 +23,7 @@ from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
 from shared.errors import SettingsError
 from shared.inbox import Inbox
-from shared.kernels.linear import LinearWeight, is_hopper
+from shared.kernels.linear import is_hopper
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.linear import linears, num_saved_bytes
@@ -250,8 +250,7 @@ def _warn_of_batch_variant_products(settings: TargetSettings, decoder: Decoder) 
     if not settings.enable_deterministic_inference or decoder.device.type != "cuda":
         return
     weights = [layer.weight for layer in linears(decoder)]
-    unquantised = [weight for weight in weights if isinstance(weight, LinearWeight)]
-    num_variant = sum(weight.operand is None for weight in unquantised)
+    num_variant = sum(weight.operand_for(decoder.dtype) is None for weight in weights)
     if num_variant:
         logger.warning(
             "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "

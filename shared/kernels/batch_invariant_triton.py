@@ -185,7 +185,7 @@ def store_gated(  # type: ignore[no-untyped-def]
 
 
 def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
-    """Computes `linear.batch_invariant_linear`."""
+    """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
     if len(inputs) > MOST_FEW_ROWS:
         return launch_many(inputs, weight, bias)
     results = inputs.new_empty(len(inputs), len(weight.values))

@@ -9,6 +9,7 @@ next kernel (`Partials`), or is fused with that kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -115,14 +116,15 @@ def tile_counters(num_channels: int, device: torch.device) -> Tensor:
     return torch.zeros(-(-num_channels // TILE_CHANNELS), dtype=torch.int32, device=device)
 
 
-def batch_invariant_linear(
-    inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None
-) -> Tensor:
-    """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
+class Weight(Protocol):
+    """A weight `[N, K]` that is prepared for products."""
 
-    from shared.kernels.batch_invariant_triton import launch
+    def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
+        """Returns the weight for the batch-invariant CUDA kernels; None if these do not multiply
+        inputs in `dtype`."""
 
-    return launch(inputs, weight, bias)
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """Computes `linear` without these kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,58 +156,56 @@ class LinearWeight:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
-    @property
-    def operand(self) -> BatchInvariantOperand | None:
-        """The weight for the batch-invariant CUDA kernel; None if that does not compute it."""
-        if self.counters is None:
+    def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
+        """See `Weight`."""
+        if self.counters is None or dtype is not self.values.dtype:
             return None
         return BatchInvariantOperand(self.values, None, self.counters)
 
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Weight`."""
+        if self.is_packed or _is_small(self.values):
+            return batch_invariant_product(inputs, self.values, bias)
+        return F.linear(inputs, self.values, bias)
 
-def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+
+def linear(inputs: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    operand = weight.operand
-    if operand is not None:
-        return batch_invariant_linear(inputs, operand, bias)
-    if weight.is_packed or _is_small(weight.values):
-        return batch_invariant_product(inputs, weight.values, bias)
-    return F.linear(inputs, weight.values, bias)
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return weight.plain_product(inputs, bias)
+    from shared.kernels.batch_invariant_triton import launch
+
+    return launch(inputs, operand, bias)
 
 
-def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
+def linear_partials(inputs: Tensor, weight: Weight) -> Tensor | Partials:
     """Returns `linear` without a bias, as `Partials` where that is faster."""
-    parts = parts_of_product(inputs, weight.operand)
-    return linear(inputs, weight, None) if parts is None else parts
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return weight.plain_product(inputs, None)
+    from shared.kernels.batch_invariant_triton import launch, launch_parts, pays_in_parts
+
+    if pays_in_parts(inputs, operand):
+        return launch_parts(inputs, operand)
+    return launch(inputs, operand, None)
 
 
-def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
-    """Returns `silu_mul` of `linear` without a bias, with a fused kernel if there is one."""
-    gated = gated_product(inputs, weight.operand)
-    return silu_mul(linear(inputs, weight, None)) if gated is None else gated
+def gated_linear(inputs: Tensor, weight: Weight) -> Tensor:
+    """Returns `silu_mul` of `linear` without a bias, with a fused kernel where that is faster."""
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return silu_mul(weight.plain_product(inputs, None))
+    from shared.kernels.batch_invariant_triton import launch, launch_gated
 
-
-def parts_of_product(inputs: Tensor, weight: BatchInvariantOperand | None) -> Partials | None:
-    """Returns the parts of a batch-invariant product; None where a whole product is faster."""
-    if weight is None:
-        return None
-    from shared.kernels.batch_invariant_triton import launch_parts, pays_in_parts
-
-    return launch_parts(inputs, weight) if pays_in_parts(inputs, weight) else None
-
-
-def gated_product(inputs: Tensor, weight: BatchInvariantOperand | None) -> Tensor | None:
-    """Returns `silu_mul` of a batch-invariant product; None where two kernels are faster."""
-    if weight is None:
-        return None
-    from shared.kernels.batch_invariant_triton import launch_gated
-
-    return launch_gated(inputs, weight)
+    gated = launch_gated(inputs, operand)
+    return silu_mul(launch(inputs, operand, None)) if gated is None else gated
 
 
 def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     """Returns `linear` without a bias in float32, whatever the dtypes; as `Partials` if its kernel
     computes parts."""
-    operand = weight.operand
+    operand = weight.operand_for(inputs.dtype)
     if operand is not None:
         from shared.kernels.batch_invariant_triton import launch_parts
 

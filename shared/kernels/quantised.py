@@ -22,16 +22,12 @@ from shared.kernels.kernel_settings import dispatched
 from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
-    batch_invariant_linear,
     batch_invariant_product,
-    gated_product,
     has_batch_invariant_product,
     keeps_row_bits,
-    parts_of_product,
     scale_rows,
     tile_counters,
 )
-from shared.kernels.pointwise import Partials, silu_mul
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 # The least that the largest element of rounded activations counts as, so that scales are finite.
@@ -124,10 +120,17 @@ class QuantisedWeight:
         return cls(values, matrix.scales, counters, matrix.dtype, has_kernel)
 
     def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
-        """Returns the weight for the kernel; None if that does not multiply inputs in `dtype`."""
+        """See `linear.Weight`."""
         if not self.has_kernel or dtype not in _HALF_PRECISION:
             return None
         return BatchInvariantOperand(self.values, self.scales, self.counters)
+
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """See `linear.Weight`. Dequantises the weight, which saves memory but no time."""
+        expanded = self.dequantised(inputs.dtype)
+        if has_batch_invariant_product(inputs.device, inputs.dtype):
+            return batch_invariant_product(inputs, expanded, bias)
+        return F.linear(inputs, expanded, bias)
 
     @property
     def num_saved_bytes(self) -> int:
@@ -206,35 +209,6 @@ def from_words(values: Tensor) -> Tensor:
     words = words.view(len(values), -1, 2, 2, 2, 4, 2, 2)
     codes = words.permute(0, 1, 7, 3, 5, 2, 4, 6)
     return codes.reshape(values.shape).view(values.dtype)
-
-
-def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`.
-
-    On a GPU of compute capability 9.0 or above, in half precision, the product is computed in 8
-    bits, if K is a multiple of 128. Elsewhere the weight is dequantised for each product, which
-    saves memory but no time.
-    """
-    operand = weight.operand_for(inputs.dtype)
-    if operand is not None:
-        return batch_invariant_linear(inputs, operand, bias)
-    expanded = weight.dequantised(inputs.dtype)
-    if has_batch_invariant_product(inputs.device, inputs.dtype):
-        return batch_invariant_product(inputs, expanded, bias)
-    return F.linear(inputs, expanded, bias)
-
-
-def quantised_partials(inputs: Tensor, weight: QuantisedWeight) -> Tensor | Partials:
-    """Returns `quantised_linear` without a bias, as `Partials` where that is faster."""
-    parts = parts_of_product(inputs, weight.operand_for(inputs.dtype))
-    return quantised_linear(inputs, weight, None) if parts is None else parts
-
-
-def quantised_gated(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Returns `silu_mul` of `quantised_linear` without a bias, with a fused kernel if there is
-    one."""
-    gated = gated_product(inputs, weight.operand_for(inputs.dtype))
-    return silu_mul(quantised_linear(inputs, weight, None)) if gated is None else gated
 
 
 @dispatched("fused_triton")

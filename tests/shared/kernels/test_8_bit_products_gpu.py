@@ -11,22 +11,12 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.linear import (
     MOST_FEW_ROWS,
     WORD_BLOCK,
+    gated_linear,
+    linear,
+    linear_partials,
 )
 from shared.kernels.pointwise import Partials, silu_mul, total_of
-from shared.kernels.quantised import (
-    QuantisedWeight,
-    StoredMatrix,
-    quantised_rows,
-)
-from shared.kernels.quantised import (
-    quantised_gated as gated_linear,
-)
-from shared.kernels.quantised import (
-    quantised_linear as linear,
-)
-from shared.kernels.quantised import (
-    quantised_partials as linear_partials,
-)
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_rows
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.products import multiplied, product_error, rounding_of
 

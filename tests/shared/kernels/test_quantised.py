@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.kernels.linear import linear
 from shared.kernels.quantised import (
     QuantisedWeight,
     from_words,
     in_words,
     largest_elements,
-    quantised_linear,
 )
 
 STORED = (torch.int8, torch.float8_e4m3fn)
@@ -45,7 +45,7 @@ def _bound(inputs: Tensor, weight: Tensor, stored: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("stored", STORED)
 def test_products_are_within_the_bound_of_rounding(stored: torch.dtype) -> None:
     weight, inputs, bias = _weight(), _random(9, 64, seed=1), _random(48, seed=2)
-    product = quantised_linear(inputs, QuantisedWeight.of(weight, stored), bias)
+    product = linear(inputs, QuantisedWeight.of(weight, stored), bias)
     error = (product - (inputs @ weight.T + bias)).abs()
     bound = _bound(inputs, weight, stored)
     slack = 1e-5 * (inputs.abs() @ weight.abs().T + 1.0)
@@ -74,7 +74,7 @@ def test_half_precision_neither_overflows_nor_changes_type(
     stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     weight, inputs = _random(8, 4096).to(dtype), torch.full((2, 4096), 8.0, dtype=dtype)
-    product = quantised_linear(inputs, QuantisedWeight.of(weight, stored), None)
+    product = linear(inputs, QuantisedWeight.of(weight, stored), None)
     assert product.dtype is dtype
     exact = inputs.float() @ weight.float().T
     bound = _bound(inputs.float(), weight.float(), stored)
@@ -95,9 +95,9 @@ def test_a_weight_takes_a_byte_an_element_and_a_scale_a_channel(stored: torch.dt
 def test_rows_do_not_depend_on_their_number(depth: int, stored: torch.dtype) -> None:
     weight = QuantisedWeight.of(_random(96, depth), stored)
     inputs = _random(70, depth, seed=1)
-    expected = quantised_linear(inputs, weight, None)
+    expected = linear(inputs, weight, None)
     for num_rows in (1, 2, 3, 5, 8, 17, 33):
-        assert torch.equal(quantised_linear(inputs[:num_rows], weight, None), expected[:num_rows])
+        assert torch.equal(linear(inputs[:num_rows], weight, None), expected[:num_rows])
 
 
 def test_every_e4m3_number_is_widened_exactly() -> None:
@@ -141,5 +141,5 @@ def test_words_of_e4m3_hold_two_pairs_of_neighbours() -> None:
 
 
 def test_no_rows_give_no_rows() -> None:
-    product = quantised_linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
+    product = linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
     assert product.shape == (0, 48)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.quantised import QuantisedWeight, quantised_linear
+from shared.kernels.quantised import QuantisedWeight
 from tests.helpers.products import ROUNDING, multiplied, rounding_of
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_expanded_weight(
     for num_rows in (1, 7, 33, 129, 300):
         rows = inputs[:num_rows]
         exact = multiplied(rows, weight).double() @ expanded.T + bias.double()
-        product = quantised_linear(rows, weight, bias)
+        product = linear(rows, weight, bias)
         assert product.dtype is dtype
         # Channels are of very different size, so each is measured by its own.
         size = (rows.double().norm(dim=1, keepdim=True) * expanded.norm(dim=1)).clamp_min(1e-9)
@@ -55,7 +55,7 @@ def test_products_of_whole_weights_keep_their_rows_bits(
 ) -> None:
     inputs, quantised, bias = _case(*size, dtype, torch.int8)
     weight = LinearWeight.prepare(quantised.dequantised(dtype))
-    assert weight.operand is not None
+    assert weight.counters is not None
     expected = linear(inputs, weight, bias)
     exact = inputs.double() @ weight.values.double().T + bias.double()
     scale = inputs.double().norm(dim=1, keepdim=True) * weight.values.double().norm(dim=1)
@@ -64,4 +64,4 @@ def test_products_of_whole_weights_keep_their_rows_bits(
     for num_rows in (1, 2, 16, 17, 48, 64, 65, 128, 129, 256, 257):
         assert torch.equal(linear(inputs[:num_rows], weight, bias), expected[:num_rows]), num_rows
         assert torch.equal(linear(inputs[-num_rows:], weight, bias), expected[-num_rows:])
-    assert not weight.operand.counters.any()
+    assert not weight.counters.any()
