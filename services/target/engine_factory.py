@@ -23,10 +23,10 @@ from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
 from shared.errors import SettingsError
 from shared.inbox import Inbox
-from shared.kernels.linear import LinearWeight, is_hopper
+from shared.kernels.linear import is_hopper
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.layers.linear import linears, num_saved_bytes, num_widened_bytes
+from shared.layers.linear import linears, num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from shared.models.checkpoint import Checkpoint
@@ -152,7 +152,7 @@ def build_runner(
     # all ranks have the same number of pages.
     reserved_bytes = draft.weight_bytes
     if limits is not None:
-        reserved_bytes += graph_memory_bytes(config, limits, dtype) + num_widened_bytes(decoder)
+        reserved_bytes += graph_memory_bytes(config, limits, dtype)
     if limits is not None and has_rounds:
         # For rounds with the embedded draft's head, or with drafts that attach later.
         share = int(_MAX_ROUND_SHARE * free_memory_bytes(device))
@@ -250,8 +250,7 @@ def _warn_of_batch_variant_products(settings: TargetSettings, decoder: Decoder) 
     if not settings.enable_deterministic_inference or decoder.device.type != "cuda":
         return
     weights = [layer.weight for layer in linears(decoder)]
-    unquantised = [weight for weight in weights if isinstance(weight, LinearWeight)]
-    num_variant = sum(weight.operand is None for weight in unquantised)
+    num_variant = sum(weight.operand_for(decoder.dtype) is None for weight in weights)
     if num_variant:
         logger.warning(
             "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "

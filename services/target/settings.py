@@ -97,7 +97,7 @@ class TargetSettings(ServiceSettings):
         "quantise the weights of the layers to 8 bits; embedding and lm_head stay",
     )
     enable_deterministic_inference: bool = setting(
-        False, "batch-invariant experts and int8 weights on a GPU in large forwards too"
+        False, "batch-invariant experts on a GPU in large forwards too"
     )
     enable_return_routed_experts: bool = setting(
         False, "record the experts of each token, for `return_routed_experts` of /generate"

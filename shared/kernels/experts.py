@@ -16,12 +16,7 @@ from torch import Tensor
 from shared.kernels.kernel_settings import dispatched, has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, keeps_row_bits, linear
 from shared.kernels.pointwise import Activation, Partials, gate_mul
-from shared.kernels.quantised import (
-    QuantisedWeight,
-    StoredMatrix,
-    in_words,
-    quantised_linear,
-)
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix, in_words
 
 # Rows of a tile: pairs per expert below which the size is used. With few pairs every tile reads a
 # whole weight; with many, most tiles are full.
@@ -192,11 +187,7 @@ def expert_product(
         pairs = (by_pair == expert).nonzero().squeeze(1)
         rows = inputs.index_select(0, pairs // num_shared)
         bias = None if weight.bias is None else weight.bias[expert]
-        expert_weight = weight.experts[expert]
-        if isinstance(expert_weight, QuantisedWeight):
-            product = quantised_linear(rows, expert_weight, bias)
-        else:
-            product = linear(rows, expert_weight, bias)
+        product = linear(rows, weight.experts[expert], bias)
         if results is None:
             results = product.new_zeros(len(by_pair), product.shape[1])
         results.index_copy_(0, pairs, product)

@@ -10,6 +10,9 @@ import triton.language as tl
 
 from shared.kernels.dependent_jit import begin, early
 
+# Around this number, float32 has just the integers.
+_INTEGERS: tl.constexpr = tl.constexpr(1.5 * 2**23)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def before_weight(wide, dtype: tl.constexpr, weight_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -235,9 +238,10 @@ def round_rows(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr, NUM_BLOCKS: tl.constexpr, SIZE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Rounds NUM_BLOCKS blocks of a row to e4m3; see `quantised.quantised_rows`.
+    """Rounds NUM_BLOCKS blocks of a row to e4m3 or int8; see `quantised.quantised_rows`.
 
     Args:
+        LARGEST: the largest number of the type.
         SIZE: a block's, or the next power of two of a row's that is one block.
     """
     begin(IS_DEPENDENT)
@@ -249,10 +253,16 @@ def round_rows(  # type: ignore[no-untyped-def]
     is_element = is_block[:, None] & (columns < width)[None, :]
     places = blocks[:, None] * width + columns[None, :]
     values = tl.load(rows + row * stride + places, mask=is_element, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=1)
+    # Bits of numbers without a sign have their order, and those of NaN come last.
+    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    largest = bits.to(tl.float32, bitcast=True)
     limits = tl.full(largest.shape, LARGEST, tl.float32)
-    largest = tl.maximum(largest, SMALLEST)
+    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
     own, inverse = tl.div_rn(largest, limits), tl.div_rn(limits, largest)
-    rounded = (values * inverse[:, None]).to(tl.float8e4nv)
+    rounded = values * inverse[:, None]
+    if results.dtype.element_ty == tl.int8:
+        # The sum has no bits for fractions, and its lowest byte is the nearest integer.
+        rounded = (rounded + _INTEGERS).to(tl.int32, bitcast=True)
+    rounded = rounded.to(results.dtype.element_ty)
     tl.store(results + row * stride + places, rounded, mask=is_element)
     tl.store(scales + blocks.to(tl.int64) * num_rows + row, own, mask=is_block)

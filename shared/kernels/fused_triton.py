@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.cache import LARGEST, CacheScales
+from shared.kernels.cache import CacheScales
 from shared.kernels.fused_jit import (
     add_norm,
     embed_own,
@@ -20,7 +20,7 @@ from shared.kernels.fused_jit import (
 from shared.kernels.launch import dependent_launch
 from shared.kernels.linear import WORD_BLOCK
 from shared.kernels.pointwise import Partials
-from shared.kernels.quantised import SMALLEST
+from shared.kernels.quantised import LIMITS, SMALLEST
 
 _BLOCK_HEADS = 8
 _WIDE_BLOCK = 2048
@@ -175,19 +175,22 @@ def fused_silu_mul(gate_up: Tensor) -> Tensor:
     return result
 
 
-def fused_quantised_rows(rows: Tensor, *, is_by_block: bool) -> tuple[Tensor, Tensor]:
+def fused_quantised_rows(
+    rows: Tensor, stored: torch.dtype, *, is_by_block: bool
+) -> tuple[Tensor, Tensor]:
     rows = rows.contiguous()
     num_rows, num_columns = rows.shape
     num_blocks = num_columns // WORD_BLOCK if is_by_block else 1
-    values = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    values = torch.empty_like(rows, dtype=stored)
     scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=rows.device)
     if num_rows:
         own_blocks = _ROUNDED_BLOCKS if is_by_block else 1
         size = WORD_BLOCK if is_by_block else triton.next_power_of_2(num_columns)
         round_rows[(num_rows, triton.cdiv(num_blocks, own_blocks))](
             rows, values, scales, num_rows, num_blocks, num_columns,
-            LARGEST=LARGEST, SMALLEST=SMALLEST, NUM_BLOCKS=own_blocks, SIZE=size,
+            LARGEST=LIMITS[stored], SMALLEST=SMALLEST, NUM_BLOCKS=own_blocks, SIZE=size,
             num_warps=max(4, min(own_blocks * size // _ROUNDED_PER_WARP, _MAX_WARPS)),
-            **dependent_launch(rows.device, num_rows),
+            # Scaled numbers are rounded before they are rounded to integers.
+            enable_fp_fusion=False, **dependent_launch(rows.device, num_rows),
         )  # fmt: skip
     return values, scales

@@ -9,6 +9,7 @@ next kernel (`Partials`), or is fused with that kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,8 @@ _MAX_PROGRAMS = 256
 _MIN_SEGMENT = 512
 # Tensor cores add products of e4m3 with 14 bits, so long sums lose precision. Over this length they
 # lose a fifth more than their rounding to bfloat16, a twentieth of what rounding to e4m3 costs.
-_MAX_E4M3_SEGMENT = 4096
-# The most row tiles of a product whose segments are spread over programs.
-MAX_ROW_TILES = 2
+# Products of int8 are added exactly, and so many of them, each at most 127 * 128, fit in 32 bits.
+_MAX_SEGMENT = {torch.float8_e4m3fn: 4096, torch.int8: 2**17}
 # The most rows of the kernel for few rows: one tile.
 MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -52,8 +52,8 @@ class BatchInvariantOperand:
     """The weight of a product, `[N, K]`.
 
     Attributes:
-        values: half precision; int8 in the order of `quantised.in_words`, which is multiplied in
-            half precision; or e4m3, which is multiplied with `quantised.quantised_rows`.
+        values: half precision; or int8 or e4m3, which are multiplied with rows rounded to the same
+            type, see `quantised.quantised_rows`.
         scales: scales of 8-bit values, see `QuantisedWeight`; None for half precision.
         counters: see `tile_counters`. Two products that use them must not run at the same time.
     """
@@ -63,23 +63,18 @@ class BatchInvariantOperand:
     counters: Tensor
 
     @property
-    def is_e4m3(self) -> bool:
-        """Whether products are computed in 8 bits."""
-        return self.values.dtype is torch.float8_e4m3fn
-
-    @property
     def scale_rows(self) -> int:
         """See `scale_rows`; 0 for half precision."""
         return 0 if self.scales is None else scale_rows(self.scales, len(self.values))
 
     @property
     def segments(self) -> Segments:
-        """The segments of K; they depend only on the weight's shape."""
+        """The segments of K; they depend only on the weight's shape and type."""
         num_channels, depth = self.values.shape
         num_tiles, count = -(-num_channels // TILE_CHANNELS), 1
         while 2 * count * num_tiles <= _MAX_PROGRAMS and 2 * count * _MIN_SEGMENT <= depth:
             count *= 2
-        while self.is_e4m3 and count * _MAX_E4M3_SEGMENT < depth:
+        while count * _MAX_SEGMENT.get(self.values.dtype, depth) < depth:
             count *= 2
         length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
         return Segments(length, -(-depth // length))
@@ -118,18 +113,18 @@ def scale_rows(scales: Tensor, num_channels: int) -> int:
 
 def tile_counters(num_channels: int, device: torch.device) -> Tensor:
     """Returns `[C]` int32 zeros, in which the programs that share a tile count themselves."""
-    num_tiles = MAX_ROW_TILES * -(-num_channels // TILE_CHANNELS)
-    return torch.zeros(num_tiles, dtype=torch.int32, device=device)
+    return torch.zeros(-(-num_channels // TILE_CHANNELS), dtype=torch.int32, device=device)
 
 
-def batch_invariant_linear(
-    inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None
-) -> Tensor:
-    """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
+class Weight(Protocol):
+    """A weight `[N, K]` that is prepared for products."""
 
-    from shared.kernels.batch_invariant_triton import launch
+    def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
+        """Returns the weight for the batch-invariant CUDA kernels; None if these do not multiply
+        inputs in `dtype`."""
 
-    return launch(inputs, weight, bias)
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """Computes `linear` without these kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,58 +156,56 @@ class LinearWeight:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
-    @property
-    def operand(self) -> BatchInvariantOperand | None:
-        """The weight for the batch-invariant CUDA kernel; None if that does not compute it."""
-        if self.counters is None:
+    def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
+        """See `Weight`."""
+        if self.counters is None or dtype is not self.values.dtype:
             return None
         return BatchInvariantOperand(self.values, None, self.counters)
 
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Weight`."""
+        if self.is_packed or _is_small(self.values):
+            return batch_invariant_product(inputs, self.values, bias)
+        return F.linear(inputs, self.values, bias)
 
-def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+
+def linear(inputs: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    operand = weight.operand
-    if operand is not None:
-        return batch_invariant_linear(inputs, operand, bias)
-    if weight.is_packed or _is_small(weight.values):
-        return batch_invariant_product(inputs, weight.values, bias)
-    return F.linear(inputs, weight.values, bias)
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return weight.plain_product(inputs, bias)
+    from shared.kernels.batch_invariant_triton import launch
+
+    return launch(inputs, operand, bias)
 
 
-def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
+def linear_partials(inputs: Tensor, weight: Weight) -> Tensor | Partials:
     """Returns `linear` without a bias, as `Partials` where that is faster."""
-    parts = parts_of_product(inputs, weight.operand)
-    return linear(inputs, weight, None) if parts is None else parts
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return weight.plain_product(inputs, None)
+    from shared.kernels.batch_invariant_triton import launch, launch_parts, pays_in_parts
+
+    if pays_in_parts(inputs, operand):
+        return launch_parts(inputs, operand)
+    return launch(inputs, operand, None)
 
 
-def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
-    """Returns `silu_mul` of `linear` without a bias, with a fused kernel if there is one."""
-    gated = gated_product(inputs, weight.operand)
-    return silu_mul(linear(inputs, weight, None)) if gated is None else gated
+def gated_linear(inputs: Tensor, weight: Weight) -> Tensor:
+    """Returns `silu_mul` of `linear` without a bias, with a fused kernel where that is faster."""
+    operand = weight.operand_for(inputs.dtype)
+    if operand is None:
+        return silu_mul(weight.plain_product(inputs, None))
+    from shared.kernels.batch_invariant_triton import launch, launch_gated
 
-
-def parts_of_product(inputs: Tensor, weight: BatchInvariantOperand | None) -> Partials | None:
-    """Returns the parts of a batch-invariant product; None where a whole product is faster."""
-    if weight is None:
-        return None
-    from shared.kernels.batch_invariant_triton import launch_parts, pays_in_parts
-
-    return launch_parts(inputs, weight) if pays_in_parts(inputs, weight) else None
-
-
-def gated_product(inputs: Tensor, weight: BatchInvariantOperand | None) -> Tensor | None:
-    """Returns `silu_mul` of a batch-invariant product; None where two kernels are faster."""
-    if weight is None:
-        return None
-    from shared.kernels.batch_invariant_triton import launch_gated
-
-    return launch_gated(inputs, weight)
+    gated = launch_gated(inputs, operand)
+    return silu_mul(launch(inputs, operand, None)) if gated is None else gated
 
 
 def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     """Returns `linear` without a bias in float32, whatever the dtypes; as `Partials` if its kernel
     computes parts."""
-    operand = weight.operand
+    operand = weight.operand_for(inputs.dtype)
     if operand is not None:
         from shared.kernels.batch_invariant_triton import launch_parts
 

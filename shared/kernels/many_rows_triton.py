@@ -1,5 +1,5 @@
-"""Triton kernel of products of many rows with weights in 16 bits or e4m3, with the bits of the
-kernel for few rows.
+"""Triton kernel of products of many rows with weights in 8 or 16 bits, with the bits of the kernel
+for few rows.
 
 Sums along K are those of `batch_invariant_triton`: one matrix instruction after another within
 segments, which depend on the weight's shape, and the segments in order. Tiles only affect speed.
@@ -32,7 +32,7 @@ from shared.kernels.widened_jit import (
     scaled,
     scales_of_channels,
     scales_of_rows,
-    with_e4m3_block,
+    with_scaled_block,
 )
 
 _TILE_ROWS = 128
@@ -58,7 +58,7 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     inputs, more_inputs, row_scales, weights, scales, bias, results,
     num_rows, num_channels, depth, segment, num_segments,
     IS_SPREAD: tl.constexpr, IS_IN_TURN: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_FLAT: tl.constexpr, IS_E4M3: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FLAT: tl.constexpr, IS_8_BIT: tl.constexpr, SCALE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, MORE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     Args:
         inputs: descriptor of `[T, K]` in tiles `[TILE_ROWS, STEP]`.
         more_inputs: the same in tiles `[MORE_ROWS, STEP]`, which follow those of `inputs`.
-        row_scales, scales, IS_E4M3, SCALE_ROWS: see `batch_invariant_triton.product`.
+        row_scales, scales, IS_8_BIT, SCALE_ROWS: see `batch_invariant_triton.product`.
         weights: descriptor of `[N, K]` in tiles `[TILE_CHANNELS, STEP]`.
         IS_GATED: the first half of the channels are gates of the second half. `weights` are
             `[2, N / 2, K]`, a tile has equally many of both, and `results` are `[T, N / 2]`. There
@@ -83,7 +83,8 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     num_tiles = row_tiles * channel_tiles
     num_units = num_tiles * num_segments if IS_SPREAD else num_tiles
     size = num_rows.to(tl.int64) * num_results
-    is_by_segment: tl.constexpr = IS_E4M3 and SCALE_ROWS == 0
+    is_by_segment: tl.constexpr = IS_8_BIT and SCALE_ROWS == 0
+    sum_type: tl.constexpr = tl.int32 if weights.dtype == tl.int8 else tl.float32
     tile_rows, tile_channels = tl.arange(0, TILE_ROWS), tl.arange(0, TILE_CHANNELS)
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), flatten=IS_FLAT):
         tile = unit % num_tiles if IS_SPREAD else unit
@@ -97,9 +98,9 @@ def many_rows_product(  # type: ignore[no-untyped-def]
             first = unit // num_tiles * segment
             last = tl.minimum(first + segment, depth)
             target += unit // num_tiles * size
-        part = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
+        part = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32 if SCALE_ROWS > 0 else sum_type)
         more = tl.zeros([MORE_ROWS, TILE_CHANNELS], tl.float32) if MORE_ROWS > 0 else 0.0
-        total, end = tl.zeros_like(part) if IS_IN_TURN else 0.0, segment
+        total, end = tl.zeros(part.shape, tl.float32) if IS_IN_TURN else 0.0, segment
         rows, channels = row + tile_rows, channel + tile_channels
         if IS_GATED:
             channels = channel + tile_channels % own + tile_channels // own * num_results
@@ -113,13 +114,13 @@ def many_rows_product(  # type: ignore[no-untyped-def]
                 factors = tl.reshape(pairs, [TILE_CHANNELS, STEP]).T
             else:
                 factors = weights.load([channel, start]).T
-            before = tl.zeros_like(part) if SCALE_ROWS > 0 else part
-            block = tl.dot(some, factors, before)
+            before = tl.zeros(part.shape, sum_type) if SCALE_ROWS > 0 else part
+            block = tl.dot(some, factors, before, out_dtype=sum_type)
             of_channels = scales_of_channels(
                 scales, channels, channel, start, depth, SCALE_ROWS, IS_GATED
             )
             of_rows = scales_of_rows(row_scales, rows, is_row, start, num_rows, SCALE_ROWS)
-            part = with_e4m3_block(part, block, of_channels, of_rows, SCALE_ROWS, IS_GATED, 0)
+            part = with_scaled_block(part, block, of_channels, of_rows, SCALE_ROWS, IS_GATED, 0)
             if MORE_ROWS > 0:
                 more = tl.dot(more_inputs.load([row + TILE_ROWS, start]), factors, more)
             if IS_IN_TURN:
@@ -129,11 +130,11 @@ def many_rows_product(  # type: ignore[no-untyped-def]
                     )
                     part = tl.zeros_like(part)
                     end += segment
-        part = rescaled(part, row_scales + rows, is_row, scales + channels, is_by_segment)
+        sums = rescaled(part, row_scales + rows, is_row, scales + channels, is_by_segment)
         if IS_IN_TURN:
             # Adds the last segment, if it is shorter than the others.
-            part += total
-        store_tile(part, target, bias, row, channel, num_rows, num_results, IS_GATED, HAS_BIAS, own)
+            sums += total
+        store_tile(sums, target, bias, row, channel, num_rows, num_results, IS_GATED, HAS_BIAS, own)
         if MORE_ROWS > 0:
             store_tile(
                 more, target, bias, row + TILE_ROWS, channel, num_rows, num_results,
@@ -235,11 +236,11 @@ _BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
 _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)
 _MOST_TALL_ROWS = 192
-# The same with e4m3.
-_BROAD_E4M3 = Tiling(256, 128, 3)
-_SHORT_E4M3 = Tiling(128, 128, 4, rows=64, num_programs=2, num_warps=4)
+# The same with 8 bits, measured with e4m3.
+_BROAD_8_BIT = Tiling(256, 128, 3)
+_SHORT_8_BIT = Tiling(128, 128, 4, rows=64, num_programs=2, num_warps=4)
 # Measured with rounds of 384 rows, which took 13.4 ms with short tiles alone, and 17.3 otherwise.
-_MOST_SHORT_E4M3_ROWS = 512
+_MOST_SHORT_8_BIT_ROWS = 512
 # Fixed cost of a tile, in channels.
 _TILE_COST = 32
 
@@ -252,17 +253,17 @@ def tiling_of(
     num_multiprocessors: int,
     sum_: Sum,
     *,
-    is_e4m3: bool = False,
+    is_8_bit: bool = False,
     has_blocks: bool = False,
 ) -> Tiling:
     """Returns the tiling of a product of these sizes that writes `num_parts` parts.
 
     Args:
-        has_blocks: blocks of e4m3 have scales, so that a program has two sums of each element.
+        has_blocks: blocks in 8 bits have scales, so that a program has two sums of each element.
     """
-    if has_blocks or (is_e4m3 and _MOST_SPREAD_ROWS < num_rows <= _MOST_SHORT_E4M3_ROWS):
-        return _SHORT_E4M3
-    if not is_e4m3 and sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
+    if has_blocks or (is_8_bit and _MOST_SPREAD_ROWS < num_rows <= _MOST_SHORT_8_BIT_ROWS):
+        return _SHORT_8_BIT
+    if not is_8_bit and sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
         if num_rows > _TILE_ROWS:
             return _TALL
         return _SHORT_SPREAD if sum_ is Sum.SPREAD else _SHORT
@@ -273,7 +274,7 @@ def tiling_of(
         num_turns: int = triton.cdiv(num_tiles * num_parts, num_programs)
         return num_turns * (tiling.channels + _TILE_COST)
 
-    return min((_BROAD_E4M3, _SHORT_E4M3) if is_e4m3 else (_BROAD, _NARROW), key=cost)
+    return min((_BROAD_8_BIT, _SHORT_8_BIT) if is_8_bit else (_BROAD, _NARROW), key=cost)
 
 
 def _launch(
@@ -287,15 +288,15 @@ def _launch(
 ) -> None:
     values, segments = weight.values, weight.segments
     num_rows, (num_channels, depth) = len(inputs), values.shape
-    row_scales, is_e4m3, scale_rows = results, weight.is_e4m3, weight.scale_rows
-    if is_e4m3:
-        inputs, row_scales = quantised_rows(inputs, is_by_block=scale_rows > 0)
+    row_scales, scale_rows, is_8_bit = results, weight.scale_rows, weight.scales is not None
+    if is_8_bit:
+        inputs, row_scales = quantised_rows(inputs, values.dtype, is_by_block=scale_rows > 0)
     inputs = _copyable(inputs)
     num_multiprocessors = _num_multiprocessors(inputs.device)
     is_spread = sum_ is Sum.SPREAD
     num_parts = segments.count if is_spread else 1
     sizes = num_rows, num_channels, num_parts, num_multiprocessors
-    tiling = tiling_of(*sizes, sum_, is_e4m3=is_e4m3, has_blocks=scale_rows > 0)
+    tiling = tiling_of(*sizes, sum_, is_8_bit=is_8_bit, has_blocks=scale_rows > 0)
     channels, step = tiling.channels, tiling.step
     num_units = triton.cdiv(num_rows, tiling.rows + tiling.more_rows) * num_parts
     if is_gated:
@@ -315,10 +316,10 @@ def _launch(
         num_rows, num_channels, depth, segments.length, segments.count,
         IS_SPREAD=is_spread, IS_IN_TURN=sum_ is Sum.IN_TURN, IS_GATED=is_gated,
         HAS_BIAS=bias is not None, IS_FLAT=sum_ is Sum.WHOLE and num_rows > _MOST_TALL_ROWS,
-        IS_E4M3=is_e4m3, SCALE_ROWS=scale_rows,
+        IS_8_BIT=is_8_bit, SCALE_ROWS=scale_rows,
         TILE_ROWS=tiling.rows, MORE_ROWS=tiling.more_rows, TILE_CHANNELS=channels,
         STEP=step, GROUP=_GROUP,
-        num_warps=tiling.num_warps, num_stages=tiling.stages, enable_fp_fusion=not is_e4m3,
+        num_warps=tiling.num_warps, num_stages=tiling.stages, enable_fp_fusion=not is_8_bit,
         **launch,
     )  # fmt: skip
 

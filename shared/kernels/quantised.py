@@ -3,50 +3,38 @@
 Each row of the matrix, that is each output channel, has a scale, chosen so that its largest element
 uses the whole range. Matrices of some checkpoints have a scale per block instead.
 
-In half precision on Hopper and later GPUs, products with e4m3 are computed in e4m3: rows of
-activations are rounded too, see `quantised_rows`. They are batch-invariant: a row has the same bits
-for every number of rows. Elsewhere, and with int8, activations are not rounded. Products with int8
-are batch-invariant as long as the kernel widens the 8 bits in registers: for up to 512 rows, or for
-all numbers of rows on request. For more rows the library's products are faster, with weights
-widened in memory. Products in float32 on the CPU are batch-invariant.
+In half precision on Hopper and later GPUs, products are computed in the 8 bits of the weight: rows
+of activations are rounded too, see `quantised_rows`. They are batch-invariant: a row has the same
+bits for every number of rows. Elsewhere activations are not rounded. Products in float32 on the CPU
+are batch-invariant.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.cache import LARGEST, widened
-from shared.kernels.kernel_settings import dispatched, runs_triton
+from shared.kernels.kernel_settings import dispatched
 from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
-    batch_invariant_linear,
     batch_invariant_product,
-    gated_product,
     has_batch_invariant_product,
     keeps_row_bits,
-    parts_of_product,
     scale_rows,
     tile_counters,
 )
-from shared.kernels.pointwise import Partials, silu_mul
 
-_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 # The least that the largest element of rounded activations counts as, so that scales are finite.
 SMALLEST = 2.0**-100
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 # Rows that are rounded together, a multiple of a block; they are held in float32 meanwhile.
 _ROUNDED_ROWS = 64 * WORD_BLOCK
-# The most rows of a product that widens in registers. The largest graphs of decode steps and trees
-# have as many rows, so that only forwards with prompts have the library's bits.
-_MAX_REGISTER_ROWS = 512
-# About the size of the pieces in which a weight is widened. Smaller pieces would stay in the L2
-# cache, but leave multiprocessors idle: there is one tile per 128 channels of a piece and 128 rows.
-_PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +95,7 @@ class QuantisedWeight:
             `[ceil(N / 128), ceil(K / 128)]`, or of one channel, `[N, ceil(K / 128)]`.
         counters: see `tile_counters`.
         dtype: dtype of the original weight.
-        has_kernel: whether a kernel computes products in half precision; `values` of int8 are in
-            the order of `in_words` then.
-        is_batch_invariant: a row has the same bits for every number of rows.
+        has_kernel: whether a kernel computes products in half precision.
     """
 
     values: Tensor
@@ -117,7 +103,6 @@ class QuantisedWeight:
     counters: Tensor
     dtype: torch.dtype
     has_kernel: bool
-    is_batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -130,21 +115,22 @@ class QuantisedWeight:
     def kept(cls, matrix: StoredMatrix) -> QuantisedWeight:
         """Prepares a matrix for its device, without changing its numbers."""
         has_kernel = keeps_row_bits(matrix.device, matrix.dtype, matrix.shape[1])
-        is_packed = has_kernel and matrix.values.dtype is torch.int8
-        values = in_words(matrix.values) if is_packed else matrix.values.contiguous()
+        values = matrix.values.contiguous()
         counters = tile_counters(len(values), values.device)
         return cls(values, matrix.scales, counters, matrix.dtype, has_kernel)
 
     def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
-        """Returns the weight for the kernel; None if that does not multiply inputs in `dtype`."""
+        """See `linear.Weight`."""
         if not self.has_kernel or dtype not in _HALF_PRECISION:
             return None
         return BatchInvariantOperand(self.values, self.scales, self.counters)
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether `values` are in the order of `in_words`."""
-        return self.has_kernel and self.values.dtype is torch.int8
+    def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """See `linear.Weight`. Dequantises the weight, which saves memory but no time."""
+        expanded = self.dequantised(inputs.dtype)
+        if has_batch_invariant_product(inputs.device, inputs.dtype):
+            return batch_invariant_product(inputs, expanded, bias)
+        return F.linear(inputs, expanded, bias)
 
     @property
     def num_saved_bytes(self) -> int:
@@ -152,51 +138,12 @@ class QuantisedWeight:
         stored_bytes = self.values.nbytes + self.scales.nbytes
         return self.values.numel() * self.dtype.itemsize - stored_bytes
 
-    @property
-    def num_widened_bytes(self) -> int:
-        """Scratch memory of products with many rows."""
-        if not self._is_for_library:
-            return 0
-        return self._piece_channels * self.values.shape[1] * self.dtype.itemsize
-
-    def is_widened(self, num_rows: int) -> bool:
-        """Whether a product of `num_rows` widens the weight in memory."""
-        return self._is_for_library and num_rows > _MAX_REGISTER_ROWS
-
-    def pieces(self) -> list[QuantisedWeight]:
-        """Returns the weight in pieces of whole blocks of channels; the last one may be smaller."""
-        num_channels = self._piece_channels
-        num_scales = num_channels // (scale_rows(self.scales, len(self.values)) or 1)
-        scales = torch.split(self.scales, num_scales)
-        pairs = zip(torch.split(self.values, num_channels), scales, strict=True)
-        return [replace(self, values=values, scales=scale) for values, scale in pairs]
-
-    def widen_into(self, wide: Tensor) -> None:
-        """Writes `dequantised` of values in words into `wide` `[N, K]`."""
-        if runs_triton(wide):
-            from shared.kernels.widening_triton import launch_widening
-
-            launch_widening(self.values, self.scales, wide)
-        else:
-            wide.copy_(self.dequantised(wide.dtype))
-
-    @property
-    def _is_for_library(self) -> bool:
-        return self.is_packed and not self.is_batch_invariant
-
-    @property
-    def _piece_channels(self) -> int:
-        num_channels, depth = self.values.shape
-        num_pieces = -(-num_channels * depth * self.dtype.itemsize // _PIECE_BYTES)
-        return -(-num_channels // (num_pieces * WORD_BLOCK)) * WORD_BLOCK
-
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns `[N, K]` in `dtype`; also the test oracle of the widening kernel."""
+        """Returns `[N, K]` in `dtype`."""
         # Scaled in float32: half precision would overflow on e4m3's largest values times a scale
         # and round twice.
-        values = from_words(self.values) if self.is_packed else self.values
-        is_int8 = values.dtype is torch.int8
-        wide = values.to(torch.float32) if is_int8 else widened(values)
+        is_int8 = self.values.dtype is torch.int8
+        wide = self.values.to(torch.float32) if is_int8 else widened(self.values)
         rows = scale_rows(self.scales, len(wide))
         if rows == 0:
             return wide.mul_(self.scales).to(dtype)
@@ -213,7 +160,7 @@ def largest_elements(weight: Tensor) -> Tensor:
 
 def _rounded(exact: Tensor, stored: torch.dtype, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the values and scales of float32 numbers; `largest` broadcasts to their shape."""
-    limit = _LIMITS[stored]
+    limit = LIMITS[stored]
     # If all numbers are zero, the scale is 1.
     scales = torch.where(largest > 0.0, largest / limit, 1.0)
     scaled = (exact / scales).clamp_(-limit, limit)
@@ -229,7 +176,8 @@ def _rounded_blocks(weight: Tensor, stored: torch.dtype, block_rows: int) -> tup
 
 
 def in_words(values: Tensor) -> Tensor:
-    """Returns 8-bit `[N, K]` packed in the order in which a product reads them, words of four.
+    """Returns 8-bit `[N, K]` packed in the order in which a product with experts reads them, words
+    of four.
 
     int8: byte b of word j of a block of 128 is element 32 b + j.
 
@@ -263,69 +211,23 @@ def from_words(values: Tensor) -> Tensor:
     return codes.reshape(values.shape).view(values.dtype)
 
 
-def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`.
-
-    On a GPU of compute capability 9.0 or above, in half precision, the product reads 8 bits per
-    element, if K is a multiple of 128. For many rows with int8, see `QuantisedWeight.is_widened`,
-    the library multiplies one widened piece after another. Elsewhere the weight is dequantised for
-    each product, which saves memory but no time.
-    """
-    operand = weight.operand_for(inputs.dtype)
-    if operand is not None:
-        if weight.is_widened(len(inputs)):
-            return _product_of_pieces(inputs, weight, bias)
-        return batch_invariant_linear(inputs, operand, bias)
-    expanded = weight.dequantised(inputs.dtype)
-    if has_batch_invariant_product(inputs.device, inputs.dtype):
-        return batch_invariant_product(inputs, expanded, bias)
-    return F.linear(inputs, expanded, bias)
-
-
-def quantised_partials(inputs: Tensor, weight: QuantisedWeight) -> Tensor | Partials:
-    """Returns `quantised_linear` without a bias, as `Partials` where that is faster."""
-    parts = parts_of_product(inputs, weight.operand_for(inputs.dtype))
-    return quantised_linear(inputs, weight, None) if parts is None else parts
-
-
-def quantised_gated(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Returns `silu_mul` of `quantised_linear` without a bias, with a fused kernel if there is
-    one."""
-    gated = gated_product(inputs, weight.operand_for(inputs.dtype))
-    return silu_mul(quantised_linear(inputs, weight, None)) if gated is None else gated
-
-
 @dispatched("fused_triton")
-def quantised_rows(rows: Tensor, *, is_by_block: bool) -> tuple[Tensor, Tensor]:
-    """Rounds rows `[T, K]` of activations to e4m3, with scales that depend on nothing but the row.
+def quantised_rows(
+    rows: Tensor, stored: torch.dtype, *, is_by_block: bool
+) -> tuple[Tensor, Tensor]:
+    """Rounds rows `[T, K]` of activations to `stored`, int8 or e4m3, with scales that depend on
+    nothing but the row.
 
     Returns:
-        `[T, K]` e4m3, and float32 scales: `[1, T]`, or `[K / 128, T]`, one for 128 columns.
+        `[T, K]` in `stored`, and float32 scales: `[1, T]`, or `[K / 128, T]`, one for 128 columns.
+        Those of numbers that are not finite are not finite either.
     """
     size = WORD_BLOCK if is_by_block else rows.shape[1]
     blocks = rows.float().view(len(rows), -1, size)
     largest = blocks.abs().amax(2, keepdim=True)
     # A tensor: torch would divide by a number inexactly on a GPU.
-    limits = torch.full_like(largest, LARGEST)
+    limits = torch.full_like(largest, LIMITS[stored])
     largest = largest.clamp_min_(SMALLEST)
-    values, scales = (blocks * (limits / largest)).to(torch.float8_e4m3fn), largest / limits
+    values, scales = blocks * (limits / largest), largest / limits
+    values = (values.round_() if stored is torch.int8 else values).to(stored)
     return values.flatten(1), scales.squeeze(2).t().contiguous()
-
-
-def _product_of_pieces(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    pieces = weight.pieces()
-    num_channels = len(pieces[0].values)
-    # Not kept between calls: the allocator gives all layers the same memory, but each stream and
-    # graph its own, so that two models of a process can compute at the same time.
-    scratch = inputs.new_empty(num_channels, inputs.shape[1])
-    results = inputs.new_empty(len(inputs), len(weight.values))
-    for index, piece in enumerate(pieces):
-        wide = scratch[: len(piece.values)]
-        piece.widen_into(wide)
-        channels = slice(index * num_channels, index * num_channels + len(wide))
-        # The library supports a stride between a result's rows, so nothing is copied.
-        if bias is None:
-            torch.mm(inputs, wide.t(), out=results[:, channels])
-        else:
-            torch.addmm(bias[channels], inputs, wide.t(), out=results[:, channels])
-    return results

@@ -136,7 +136,7 @@ def block_factors(  # type: ignore[no-untyped-def]
 def scales_of_rows(  # type: ignore[no-untyped-def]
     scales, rows, is_row, start, num_rows, ROWS: tl.constexpr
 ):
-    """Returns the scales `[T]` of rows in e4m3 for columns from `start` on, all in one block; 0
+    """Returns the scales `[T]` of rows in 8 bits for columns from `start` on, all in one block; 0
     where not `is_row`, or if ROWS, see `linear.scale_rows`, is 0.
 
     Args:
@@ -171,7 +171,7 @@ def scales_of_channels(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def with_e4m3_block(  # type: ignore[no-untyped-def]
+def with_scaled_block(  # type: ignore[no-untyped-def]
     total, block, of_channels, of_rows, ROWS: tl.constexpr, IS_GATED: tl.constexpr,
     ROW_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -179,10 +179,10 @@ def with_e4m3_block(  # type: ignore[no-untyped-def]
     which are dimension ROW_DIM of `block`."""
     if ROWS > 1 and not IS_GATED:
         factors = tl.expand_dims(of_rows * of_channels, 1 - ROW_DIM)
-        result = tl.fma(block, tl.broadcast_to(factors, block.shape), total)
+        result = tl.fma(block.to(tl.float32), tl.broadcast_to(factors, block.shape), total)
     elif ROWS > 0:
         factors = tl.expand_dims(of_rows, 1 - ROW_DIM) * tl.expand_dims(of_channels, ROW_DIM)
-        result = tl.fma(block, factors, total)
+        result = tl.fma(block.to(tl.float32), factors, total)
     else:
         result = block
     return result
@@ -191,7 +191,7 @@ def with_e4m3_block(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def scaled(part, factors, others, IS_SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns sums `[N, M]` times factors `[N]` and `[M]`, if they have any."""
-    return part * (factors[:, None] * others[None, :]) if IS_SCALED else part
+    return part.to(tl.float32) * (factors[:, None] * others[None, :]) if IS_SCALED else part
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,14 +13,7 @@ from torch import Tensor
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
 from shared.kernels.pointwise import Partials, silu_mul, total_of
-from shared.kernels.quantised import (
-    QuantisedWeight,
-    StoredMatrix,
-    largest_elements,
-    quantised_gated,
-    quantised_linear,
-    quantised_partials,
-)
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix, largest_elements
 from shared.kv.pool import OwnRows
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
@@ -78,9 +71,9 @@ class Linear:
     def __call__(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`. In a group with `own`, inputs are the process's rows `[R, K]`."""
         if self.group is None:
-            result = self._product(inputs, self.bias)
+            result = linear(inputs, self.weight, self.bias)
         else:
-            part = self._product(inputs, None)
+            part = linear(inputs, self.weight, None)
             result = self.group.sum(part if own is None else own.scatter(part))
             result = result if self.bias is None else result + self.bias
         return result if self.cap is None else (result / self.cap).tanh_().mul_(self.cap)
@@ -88,14 +81,14 @@ class Linear:
     def partials(self, inputs: Tensor) -> Tensor | Partials:
         """Returns the product, or its parts where a kernel that reads it can add them."""
         assert self.group is None
-        return self(inputs) if self.bias is not None else self._partials(inputs)
+        return self(inputs) if self.bias is not None else linear_partials(inputs, self.weight)
 
     def part(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor | Partials | Part:
         """As a call, but may return the product's parts, or this process's part of the sum over the
         group, for the next norm to add. Not with a bias, which comes after the sum."""
         if self.bias is not None:
             return self(inputs, own)
-        partials = self._partials(inputs)
+        partials = linear_partials(inputs, self.weight)
         if self.group is None:
             return partials
         if own is not None and own.row_indices is not None:
@@ -106,19 +99,7 @@ class Linear:
         """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""
         if self.bias is not None or self.group is not None:
             return silu_mul(self(inputs))
-        if isinstance(self.weight, QuantisedWeight):
-            return quantised_gated(inputs, self.weight)
         return gated_linear(inputs, self.weight)
-
-    def _partials(self, inputs: Tensor) -> Tensor | Partials:
-        if isinstance(self.weight, QuantisedWeight):
-            return quantised_partials(inputs, self.weight)
-        return linear_partials(inputs, self.weight)
-
-    def _product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(self.weight, QuantisedWeight):
-            return quantised_linear(inputs, self.weight, bias)
-        return linear(inputs, self.weight, bias)
 
 
 def num_saved_bytes(model: object) -> int:
@@ -129,22 +110,14 @@ def num_saved_bytes(model: object) -> int:
     return saved + sum(weight.num_saved_bytes for weight in parts_of(model, ExpertWeight))
 
 
-def num_widened_bytes(model: object) -> int:
-    """Returns the memory for the largest int8 weight of `model` in 16 bits: products of many rows
-    widen one weight after another."""
-    weights = (layer.weight for layer in parts_of(model, Linear))
-    sizes = (weight.num_widened_bytes for weight in weights if isinstance(weight, QuantisedWeight))
-    return max(sizes, default=0)
-
-
 def as_batch_invariant(part: _PartT) -> _PartT:
     """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
-    and int8 weights then give a row the same bits for all numbers of rows, as others always do."""
+    then give a row the same bits for all numbers of rows, as others always do."""
     return cast(_PartT, _as_batch_invariant(part))
 
 
 def _as_batch_invariant(part: object) -> object:
-    if isinstance(part, QuantisedWeight | ExpertWeight):
+    if isinstance(part, ExpertWeight):
         return replace(part, is_batch_invariant=True)
     if isinstance(part, tuple):
         return tuple(map(_as_batch_invariant, part))

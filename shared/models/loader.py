@@ -283,7 +283,7 @@ def _padded(
     gate_up: Tensor | StoredMatrix, bias: Tensor | None, down: Tensor | StoredMatrix, rest: int
 ) -> tuple[Tensor | StoredMatrix, Tensor | None, Tensor | StoredMatrix]:
     """Returns the weights of a gated block with `rest` more channels of zeros, which add nothing to
-    the result. The second product is batch-invariant, and reads 8-bit weights without widening,
+    the result. The second product is batch-invariant, and computed in 8 bits with 8-bit weights,
     only if its depth is a multiple of 128."""
     if bias is not None:
         bias = _pad_rows(bias, 2, rest)

@@ -25,7 +25,6 @@ from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
 from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
-from shared.layers.linear import num_widened_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, DecoderOutput
@@ -641,7 +640,7 @@ def step_memory_bytes(decoder: Decoder) -> int:
     it lacks memory."""
     config, size = decoder.config, decoder.shard.size
     drawn = _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
-    return _STEP_ROWS * _row_elements(config, size) * 2 + num_widened_bytes(decoder) + drawn
+    return _STEP_ROWS * _row_elements(config, size) * 2 + drawn
 
 
 def _partial_bytes(

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.linear import WORD_BLOCK, LinearWeight, gated_linear, linear_partials
-from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
+from shared.kernels.linear import WORD_BLOCK, LinearWeight, gated_linear, linear, linear_partials
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 from tests.bench.aims import figure
 from tests.bench.device_clock import copy_bandwidth, device_ms
 from tests.bench.figure import Figure, add_figures_flag
@@ -115,7 +115,7 @@ def own_product(name: str, weight: Tensor, kind: str) -> Product:
         quantised = QuantisedWeight.kept(
             StoredMatrix.rounded(weight, stored, block_rows=block_rows)
         )
-        return lambda rows: quantised_linear(rows, quantised, None)
+        return lambda rows: linear(rows, quantised, None)
     prepared = LinearWeight.prepare(weight)
     if "gates" in name:
         return lambda rows: gated_linear(rows, prepared)

@@ -14,13 +14,20 @@ E4M3_ROUNDING = 4e-3
 """Largest `product_error` of products of e4m3 with e4m3, which are added with 14 bits."""
 
 
+def rounding_of(weight: QuantisedWeight) -> float:
+    """Returns the largest `product_error` of products of what is `multiplied`."""
+    is_int8 = weight.values.dtype is torch.int8
+    return ROUNDING[weight.dtype] if is_int8 else E4M3_ROUNDING
+
+
 def multiplied(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Returns the numbers that a kernel multiplies with `weight`, `[T, K]` float32: for e4m3 those
-    that the inputs are rounded to."""
-    if not weight.has_kernel or weight.is_packed:
+    """Returns the numbers that are multiplied with `weight`, `[T, K]` float32: if a kernel does so,
+    those that the inputs are rounded to."""
+    if not weight.has_kernel:
         return inputs.float()
     is_by_block = scale_rows(weight.scales, len(weight.values)) > 0
-    values, scales = quantised_rows.plain(inputs, is_by_block=is_by_block)
+    stored = weight.values.dtype
+    values, scales = quantised_rows.plain(inputs, stored, is_by_block=is_by_block)
     return values.float() * scales.t().repeat_interleave(inputs.shape[1] // len(scales), 1)
 
 

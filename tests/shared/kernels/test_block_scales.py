@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +13,11 @@ from shared.kernels.experts import (
     tiles_of,
 )
 from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.kernels.linear import linear
 from shared.kernels.pointwise import Activation, gate_mul
-from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 from tests.helpers.kernel_device import kernel_device
-from tests.helpers.products import E4M3_ROUNDING, ROUNDING, multiplied, product_error
+from tests.helpers.products import multiplied, product_error, rounding_of
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
@@ -73,7 +72,7 @@ def test_expanded_weights_are_values_times_their_blocks_scales(
     assert weight.num_saved_bytes == 3 * size[0] * size[1] - 4 * num_scales
     if _device().type == "cpu":
         inputs = _random(3, size[1], seed=2)
-        found = quantised_linear(inputs, weight, None).double()
+        found = linear(inputs, weight, None).double()
         torch.testing.assert_close(found, inputs.double() @ expected.T, rtol=1e-4, atol=1e-3)
 
 
@@ -94,21 +93,18 @@ def test_products_are_those_of_the_expanded_weight(
         monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
     matrix = _matrix(*size, stored, rows, dtype)
     expanded = _expanded(matrix, rows)
-    weight = replace(QuantisedWeight.kept(matrix), is_batch_invariant=True)
+    weight = QuantisedWeight.kept(matrix)
     assert weight.has_kernel
     inputs, bias = _random(300, size[1], seed=2).to(dtype), _random(size[0], seed=3).to(dtype)
-    whole = quantised_linear(inputs, weight, bias)
+    whole = linear(inputs, weight, bias)
     for num_rows in (1, 17, 300) if IS_INTERPRETING else (1, 2, 16, 17, 33, 64, 65, 129, 257, 300):
         own = inputs[:num_rows]
-        found = quantised_linear(own, weight, bias)
+        found = linear(own, weight, bias)
         exact = multiplied(own, weight)
-        limit = ROUNDING[dtype] if stored is torch.int8 else E4M3_ROUNDING
-        assert product_error(found, exact, expanded, bias) < limit
+        assert product_error(found, exact, expanded, bias) < rounding_of(weight)
         if not IS_INTERPRETING:
             assert torch.equal(found, whole[:num_rows]), num_rows
-            assert torch.equal(
-                quantised_linear(inputs[-num_rows:], weight, bias), whole[-num_rows:]
-            )
+            assert torch.equal(linear(inputs[-num_rows:], weight, bias), whole[-num_rows:])
     assert not weight.counters.any(), "counters are left as they were"
 
 

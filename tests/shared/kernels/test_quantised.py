@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels import quantised
+from shared.kernels.linear import linear
 from shared.kernels.quantised import (
     QuantisedWeight,
-    StoredMatrix,
     from_words,
     in_words,
     largest_elements,
-    quantised_linear,
 )
 
 STORED = (torch.int8, torch.float8_e4m3fn)
@@ -47,7 +45,7 @@ def _bound(inputs: Tensor, weight: Tensor, stored: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("stored", STORED)
 def test_products_are_within_the_bound_of_rounding(stored: torch.dtype) -> None:
     weight, inputs, bias = _weight(), _random(9, 64, seed=1), _random(48, seed=2)
-    product = quantised_linear(inputs, QuantisedWeight.of(weight, stored), bias)
+    product = linear(inputs, QuantisedWeight.of(weight, stored), bias)
     error = (product - (inputs @ weight.T + bias)).abs()
     bound = _bound(inputs, weight, stored)
     slack = 1e-5 * (inputs.abs() @ weight.abs().T + 1.0)
@@ -76,7 +74,7 @@ def test_half_precision_neither_overflows_nor_changes_type(
     stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     weight, inputs = _random(8, 4096).to(dtype), torch.full((2, 4096), 8.0, dtype=dtype)
-    product = quantised_linear(inputs, QuantisedWeight.of(weight, stored), None)
+    product = linear(inputs, QuantisedWeight.of(weight, stored), None)
     assert product.dtype is dtype
     exact = inputs.float() @ weight.float().T
     bound = _bound(inputs.float(), weight.float(), stored)
@@ -97,35 +95,9 @@ def test_a_weight_takes_a_byte_an_element_and_a_scale_a_channel(stored: torch.dt
 def test_rows_do_not_depend_on_their_number(depth: int, stored: torch.dtype) -> None:
     weight = QuantisedWeight.of(_random(96, depth), stored)
     inputs = _random(70, depth, seed=1)
-    expected = quantised_linear(inputs, weight, None)
+    expected = linear(inputs, weight, None)
     for num_rows in (1, 2, 3, 5, 8, 17, 33):
-        assert torch.equal(quantised_linear(inputs[:num_rows], weight, None), expected[:num_rows])
-
-
-@pytest.mark.parametrize("block_rows", [None, 128, 1])
-@pytest.mark.parametrize("sizes", [(70,), (256, 44)])
-def test_many_rows_multiply_one_piece_after_the_other(
-    sizes: tuple[int, ...], block_rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
-    monkeypatch.setattr(quantised, "_PIECE_BYTES", 2**17)
-    monkeypatch.setattr(quantised, "_MAX_REGISTER_ROWS", 8)
-    channels = sum(sizes)
-    matrix = StoredMatrix.rounded(_random(channels, 384).half(), torch.int8, block_rows=block_rows)
-    weight = QuantisedWeight.kept(matrix)
-    assert tuple(len(each.values) for each in weight.pieces()) == sizes
-    assert weight.num_widened_bytes == len(sizes) * 128 * 384 * 2
-    inputs, bias = _random(9, 384, seed=1).half(), _random(channels, seed=2).half()
-    wide = weight.dequantised(torch.float32)
-    for own in (None, bias):
-        found = quantised_linear(inputs, weight, own)
-        exact = inputs.float() @ wide.T + (0.0 if own is None else own.float())
-        torch.testing.assert_close(found.float(), exact, rtol=2e-3, atol=5e-2)
-    assert weight.is_widened(9)
-    assert not weight.is_widened(8)
-    steady = replace(weight, is_batch_invariant=True)
-    assert not steady.is_widened(9)
-    assert steady.num_widened_bytes == 0
+        assert torch.equal(linear(inputs[:num_rows], weight, None), expected[:num_rows])
 
 
 def test_every_e4m3_number_is_widened_exactly() -> None:
@@ -169,5 +141,5 @@ def test_words_of_e4m3_hold_two_pairs_of_neighbours() -> None:
 
 
 def test_no_rows_give_no_rows() -> None:
-    product = quantised_linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
+    product = linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
     assert product.shape == (0, 48)
