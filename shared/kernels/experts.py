@@ -16,7 +16,7 @@ from torch import Tensor
 from shared.kernels.kernel_settings import dispatched, has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, keeps_row_bits, linear
 from shared.kernels.pointwise import Activation, Partials, gate_mul
-from shared.kernels.quantised import QuantisedWeight, StoredMatrix, in_words
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 
 # Rows of a tile: pairs per expert below which the size is used. With few pairs every tile reads a
 # whole weight; with many, most tiles are full.
@@ -34,9 +34,10 @@ class ExpertWeight:
         values: `[E, N, K]` on devices with Triton; else None.
         scales: scales of 8-bit values, as in `QuantisedWeight` for each expert; else None.
         bias: `[E, N]`; None in most families.
-        is_packed: whether 8-bit `values` are in the order of `quantised.in_words`.
         num_saved_bytes: memory saved, compared to the original weights.
         is_batch_invariant: tiles have the same size for any number of pairs.
+        rounds_rows: 8-bit `values` are multiplied with rows that are rounded to the same type, see
+            `quantised.quantised_rows`, if the rows are in half precision.
     """
 
     experts: tuple[LinearWeight | QuantisedWeight, ...]
@@ -45,7 +46,7 @@ class ExpertWeight:
     bias: Tensor | None
     num_saved_bytes: int = 0
     is_batch_invariant: bool = False
-    is_packed: bool = False
+    rounds_rows: bool = False
 
     @classmethod
     def of(
@@ -86,12 +87,8 @@ class ExpertWeight:
             pairs = zip(values, scales, strict=True)
             experts = (StoredMatrix(*pair, matrix.dtype) for pair in pairs)
             return cls(tuple(map(QuantisedWeight.kept, experts)), None, None, bias, num_saved)
-        is_packed = keeps_row_bits(values.device, matrix.dtype, values.shape[2])
-        if is_packed:
-            # In place: a layer's experts may be as large as the device's free memory.
-            for expert_values in values:
-                expert_values.copy_(in_words(expert_values))
-        return cls((), values, scales, bias, num_saved, is_packed=is_packed)
+        rounds_rows = keeps_row_bits(values.device, matrix.dtype, values.shape[2])
+        return cls((), values, scales, bias, num_saved, rounds_rows=rounds_rows)
 
     @property
     def num_experts(self) -> int:

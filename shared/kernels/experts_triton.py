@@ -13,10 +13,17 @@ from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
-from shared.kernels.linear import WORD_BLOCK, scale_rows
+from shared.kernels.linear import MAX_SEGMENT, WORD_BLOCK, scale_rows
 from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Partials
-from shared.kernels.quantised import from_words
-from shared.kernels.widened_jit import block_factors, unpacked, with_block
+from shared.kernels.quantised import quantised_rows
+from shared.kernels.widened_jit import (
+    SCALE_BLOCK,
+    scaled,
+    scales_of_channels,
+    scales_of_rows,
+    with_block,
+    with_scaled_block,
+)
 
 _ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
@@ -77,12 +84,12 @@ def lay_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_pairs", "num_shared"])  # type: ignore[untyped-decorator]
 def multiply_tiles(  # type: ignore[no-untyped-def]
-    inputs, weight, scales, bias, factors, results, tile_pairs, tile_experts,
+    inputs, row_scales, weight, scales, bias, factors, results, like, tile_pairs, tile_experts,
     num_pairs, input_stride, num_shared,
     NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_SCALES: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    IS_PACKED: tl.constexpr, IS_E4M3: tl.constexpr,
+    HAS_SCALES: tl.constexpr, SCALE_ROWS: tl.constexpr, IS_8_BIT: tl.constexpr,
+    SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, NUM_PARTS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr, STEP: tl.constexpr,
     IS_FLOAT32: tl.constexpr, IS_DEPENDENT: tl.constexpr,
@@ -93,12 +100,15 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     one order, so a pair's bits depend neither on its tile nor on the size of tiles.
 
     Args:
+        row_scales: of rows in 8 bits, `[T]`; or `[K / 128, T]` if SCALE_ROWS is not 0.
+        like: has the type to which products are rounded.
         BLOCK_PAIRS: at least num_pairs, if `tile_experts` are the experts of the pairs and each
             program finds its own pairs, see `found_tile`; else 0.
         AHEAD: bytes of each channel to prefetch while the kernel before this one runs, which
             should not be the one that writes `tile_experts`; 0 prefetches none. Not with GATE.
         SCALE_ROWS: see `scale_rows`; 0 if a channel has one scale, or without HAS_SCALES.
-        IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
+        IS_8_BIT: rows and weights are int8 or e4m3.
+        SEGMENT: columns whose products are added before their sum is scaled.
         GATE: the activation of gates, see `gated_values`; the first half of the channels are gates
             of the second half. 0 gates nothing.
         NUM_PARTS: k, to write pairs as parts `[k, T, N]` float32 of their row, times `factors`
@@ -111,7 +121,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     if AHEAD > 0:
         fetch_channels(
             weight, tile_experts + tile, first, NUM_EXPERTS, NUM_CHANNELS, TILE_CHANNELS,
-            DEPTH // 4 if IS_PACKED else DEPTH, AHEAD,
+            DEPTH, AHEAD,
         )  # fmt: skip
     begin(IS_DEPENDENT)
     expert, pairs = tile_of(
@@ -123,53 +133,59 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         # Channels past the end repeat the first ones: cheaper than masks on every load.
         channels = (first + lanes % tile_results) % num_results
         channels += lanes // tile_results * num_results
-        rows = inputs + (pairs // num_shared)[None, :] * input_stride
-        width: tl.constexpr = DEPTH // 4 if IS_PACKED else DEPTH
-        sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * width
+        own_rows, num_rows = pairs // num_shared, num_pairs // num_shared
+        rows = inputs + own_rows[None, :] * input_stride
+        sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * DEPTH
         is_input = is_pair[None, :]
-        quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
         # Scales, bias and factors, which are needed at the end, are loaded early.
-        is_scaled_last: tl.constexpr = HAS_SCALES and SCALE_ROWS == 0
-        own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, is_scaled_last)
+        has_channel_scales: tl.constexpr = HAS_SCALES and SCALE_ROWS == 0
+        is_by_segment: tl.constexpr = IS_8_BIT and SCALE_ROWS == 0
+        own_scales = early(
+            scales + expert * NUM_CHANNELS + channels, lanes >= 0, has_channel_scales
+        )
+        own_row_scales = early(row_scales + own_rows, is_pair, is_by_segment)
         own_bias = early(bias + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_BIAS)
         own_factors = early(factors + pairs, is_pair, NUM_PARTS > 0)
+        block_scales = scales
+        if SCALE_ROWS > 0:
+            num_scale_rows: tl.constexpr = (NUM_CHANNELS + SCALE_ROWS - 1) // SCALE_ROWS
+            block_scales += expert * num_scale_rows * tl.cdiv(DEPTH, SCALE_BLOCK)
+        sum_type: tl.constexpr = tl.int32 if inputs.dtype.element_ty == tl.int8 else tl.float32
         total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
-        for start in range(0, DEPTH, STEP):
-            # If blocks have scales, the sum over a step is scaled before it is added.
-            own_block = block_factors(
-                scales, expert, channels, start, SCALE_ROWS, NUM_CHANNELS, DEPTH
-            )
-            part = tl.zeros_like(total) if SCALE_ROWS > 0 else total
-            if IS_PACKED:
-                words = tl.load(sources + start // 4 + quarter[None, :])
-                here = rows + start + whole[:, None]
-                right = tl.load(here, mask=is_input, other=0.0)
-                part = tl.dot(unpacked(words, right, IS_E4M3), right, part)
-            else:
-                if DEPTH % STEP == 0:
-                    left = tl.load(sources + start + whole[None, :])
-                    right = tl.load(rows + start + whole[:, None], mask=is_input, other=0.0)
-                else:
-                    is_deep = start + whole < DEPTH
-                    left = tl.load(
-                        sources + start + whole[None, :], mask=is_deep[None, :], other=0.0
+        for segment in tl.static_range(NUM_SEGMENTS):
+            part = tl.zeros(total.shape, tl.float32 if SCALE_ROWS > 0 else sum_type)
+            end = (segment + 1) * SEGMENT if (segment + 1) * SEGMENT < DEPTH else DEPTH
+            for start in range(segment * SEGMENT, end, STEP):
+                left, right = operands(sources, rows, is_input, start, DEPTH, STEP)
+                # If blocks have scales, the sum over a step is scaled before it is added.
+                before = tl.zeros(part.shape, sum_type) if SCALE_ROWS > 0 else part
+                of_channels = scales_of_channels(
+                    block_scales, channels, first, start, DEPTH, SCALE_ROWS,
+                    GATE > 0 or not IS_8_BIT,
+                )  # fmt: skip
+                if IS_8_BIT:
+                    block = tl.dot(left, right, before, out_dtype=sum_type)
+                    of_rows = scales_of_rows(
+                        row_scales, own_rows, is_pair, start, num_rows, SCALE_ROWS
                     )
-                    right = tl.load(
-                        rows + start + whole[:, None], mask=is_input & is_deep[:, None], other=0.0
+                    part = with_scaled_block(
+                        part, block, of_channels, of_rows, SCALE_ROWS, GATE > 0, 1
                     )
-                left = left.to(right.dtype)
-                if IS_FLOAT32:
-                    part = tl.dot(left, right, part, input_precision="ieee")
                 else:
-                    part = tl.dot(left, right, part)
-            total = with_block(total, part, own_block, SCALE_ROWS)
-        if is_scaled_last:
+                    left = left.to(right.dtype)
+                    if IS_FLOAT32:
+                        block = tl.dot(left, right, before, input_precision="ieee")
+                    else:
+                        block = tl.dot(left, right, before)
+                    part = with_block(part, block, of_channels, SCALE_ROWS)
+            total += scaled(part, own_scales, own_row_scales, is_by_segment)
+        if has_channel_scales and not IS_8_BIT:
             total *= own_scales[:, None]
         if HAS_BIAS:
             total += own_bias[:, None]
         columns = first + tl.arange(0, tile_results)
         is_result = is_pair[:, None] & (columns < num_results)[None, :]
-        dtype = inputs.dtype.element_ty
+        dtype = like.dtype.element_ty
         if GATE:
             halves = tl.reshape(total, (2, tile_results, TILE_ROWS))
             gates, gated = tl.split(tl.permute(halves, (2, 1, 0)))
@@ -183,6 +199,22 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
             num_rows = (num_pairs // NUM_PARTS).to(tl.int64)
             places = pairs % NUM_PARTS * num_rows + pairs // NUM_PARTS
         tl.store(results + places[:, None] * num_results + columns[None, :], values, mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def operands(sources, rows, is_input, start, DEPTH: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loads STEP columns, from `start` on, of channels `[C, 1]` and rows `[1, R]`; returns `[C,
+    STEP]` and `[STEP, R]`, with zeros past the depth and where not `is_input`."""
+    columns = start + tl.arange(0, STEP)
+    left_places, right_places = sources + columns[None, :], rows + columns[:, None]
+    if DEPTH % STEP == 0:
+        left = tl.load(left_places)
+        right = tl.load(right_places, mask=is_input, other=0.0)
+    else:
+        is_deep = columns < DEPTH
+        left = tl.load(left_places, mask=is_deep[None, :], other=0.0)
+        right = tl.load(right_places, mask=is_input & is_deep[:, None], other=0.0)
+    return left, right
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -281,7 +313,7 @@ class TileShape:
     """Launch parameters of a product for a given number of rows per tile.
 
     Attributes:
-        step: columns that are multiplied at once; `WORD_BLOCK` for packed weights.
+        step: columns that are multiplied at once; `WORD_BLOCK` for rows in 8 bits.
     """
 
     channels: int
@@ -297,8 +329,10 @@ TILE_SHAPES = {
     64: TileShape(128, 64, 4, 4),
     128: TileShape(128, 64, 8, 4),
 }
-# Stages of the smallest tiles with 8-bit weights, which have half as many bytes.
-_WORD_STAGES = 6
+# Two programs fit on a multiprocessor where the sums of blocks need registers of their own.
+_BLOCK_SHAPE = TileShape(64, WORD_BLOCK, 4, 4)
+# Stages of the smallest tiles in 8 bits, which have half as many bytes.
+_8_BIT_STAGES = 6
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
@@ -369,21 +403,26 @@ def _launch(
     activation: Activation | None,
     factors: Tensor | None,
 ) -> None:
-    values, scales, bias = weight.values, weight.scales, weight.bias
+    values, scales, bias, like = weight.values, weight.scales, weight.bias, inputs
     assert values is not None
     assert values.is_contiguous()
     assert scales is None or scales.is_contiguous()
     assert inputs.stride(1) == 1
     num_experts, num_channels, depth = values.shape
     is_found = tiles.pairs is None
-    is_packed = weight.is_packed and inputs.dtype in (torch.bfloat16, torch.float16)
-    if weight.is_packed and not is_packed:
-        values = from_words(values.flatten(0, 1)).view_as(values)
-    is_float32 = inputs.dtype is torch.float32
+    num_scale_rows = 0 if scales is None else scale_rows(scales, num_channels)
+    is_float32, row_scales = inputs.dtype is torch.float32, results
+    is_8_bit = weight.rounds_rows and not is_float32
+    num_segments = 1
+    if is_8_bit:
+        inputs, row_scales = quantised_rows(inputs, values.dtype, is_by_block=num_scale_rows > 0)
+        num_segments = triton.cdiv(depth, MAX_SEGMENT[values.dtype])
     shape = _FLOAT32_SHAPE if is_float32 else TILE_SHAPES[tiles.num_rows]
+    if is_8_bit and num_scale_rows:
+        shape = _BLOCK_SHAPE
     num_stages = shape.num_stages
-    if is_packed and tiles.num_rows == FEWEST_ROWS:
-        num_stages = _WORD_STAGES
+    if is_8_bit and tiles.num_rows == FEWEST_ROWS:
+        num_stages = _8_BIT_STAGES
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
     launch = dependent_launch(inputs.device, num_pairs // 8)
@@ -393,21 +432,20 @@ def _launch(
     if activation is not None:
         grid = triton.cdiv(num_channels // 2, tile_results), len(tiles.experts)
     multiply_tiles[grid](
-        inputs, values.view(torch.int32) if is_packed else values,
-        results if scales is None else scales, results if bias is None else bias,
-        results if factors is None else factors, results,
+        inputs, row_scales, values, results if scales is None else scales,
+        results if bias is None else bias, results if factors is None else factors, results, like,
         tiles.experts if tiles.pairs is None else tiles.pairs, tiles.experts,
         num_pairs, inputs.stride(0), num_shared,
         NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, DEPTH=depth,
         BLOCK_PAIRS=0 if not is_found else _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MOST_FOUND,
         AHEAD=ahead,
-        HAS_SCALES=scales is not None,
-        SCALE_ROWS=0 if scales is None else scale_rows(scales, num_channels), IS_PACKED=is_packed,
-        IS_E4M3=values.dtype is torch.float8_e4m3fn, HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None, SCALE_ROWS=num_scale_rows, IS_8_BIT=is_8_bit,
+        SEGMENT=triton.cdiv(depth, num_segments * WORD_BLOCK) * WORD_BLOCK,
+        NUM_SEGMENTS=num_segments, HAS_BIAS=bias is not None,
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,
-        STEP=WORD_BLOCK if is_packed else shape.step, IS_FLOAT32=is_float32,
-        num_warps=shape.num_warps, num_stages=num_stages, **launch,
+        STEP=WORD_BLOCK if is_8_bit else shape.step, IS_FLOAT32=is_float32,
+        num_warps=shape.num_warps, num_stages=num_stages, enable_fp_fusion=not is_8_bit, **launch,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ _MIN_SEGMENT = 512
 # Tensor cores add products of e4m3 with 14 bits, so long sums lose precision. Over this length they
 # lose a fifth more than their rounding to bfloat16, a twentieth of what rounding to e4m3 costs.
 # Products of int8 are added exactly, and so many of them, each at most 127 * 128, fit in 32 bits.
-_MAX_SEGMENT = {torch.float8_e4m3fn: 4096, torch.int8: 2**17}
+MAX_SEGMENT = {torch.float8_e4m3fn: 4096, torch.int8: 2**17}
 # The most rows of the kernel for few rows: one tile.
 MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -74,7 +74,7 @@ class BatchInvariantOperand:
         num_tiles, count = -(-num_channels // TILE_CHANNELS), 1
         while 2 * count * num_tiles <= _MAX_PROGRAMS and 2 * count * _MIN_SEGMENT <= depth:
             count *= 2
-        while count * _MAX_SEGMENT.get(self.values.dtype, depth) < depth:
+        while count * MAX_SEGMENT.get(self.values.dtype, depth) < depth:
             count *= 2
         length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
         return Segments(length, -(-depth // length))

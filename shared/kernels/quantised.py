@@ -175,42 +175,6 @@ def _rounded_blocks(weight: Tensor, stored: torch.dtype, block_rows: int) -> tup
     return values.view_as(whole)[:num_rows, :depth].contiguous(), scales[:, 0, :, 0]
 
 
-def in_words(values: Tensor) -> Tensor:
-    """Returns 8-bit `[N, K]` packed in the order in which a product with experts reads them, words
-    of four.
-
-    int8: byte b of word j of a block of 128 is element 32 b + j.
-
-    e4m3: a 16-bit half of a word holds two elements. The first elements of both halves are
-    neighbours, widened together; the second ones are neighbours in the other half of the block.
-    Sign and other bits of a first element are where the arithmetic needs them, four bits lower than
-    in a bfloat16; those of the second are in the bits between. Words of one thread are neighbours.
-    """
-    if values.dtype is torch.int8:
-        blocks = values.view(len(values), -1, 4, WORD_BLOCK // 4)
-        return blocks.transpose(2, 3).reshape(values.shape)
-    # Permutes the bits of an element's index in its block to those of word, pair and half.
-    codes = values.view(torch.uint8).view(len(values), -1, 2, 2, 4, 2, 2, 2)
-    first, second = codes.permute(0, 1, 5, 3, 6, 4, 7, 2).short().unbind(-1)
-    halves = (first & 0x80) << 8 | (first & 0x7F) << 4
-    halves |= (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0x0F
-    return halves.contiguous().view(torch.uint8).view(values.shape).view(values.dtype)
-
-
-def from_words(values: Tensor) -> Tensor:
-    """The inverse of `in_words`."""
-    if values.dtype is torch.int8:
-        blocks = values.view(len(values), -1, WORD_BLOCK // 4, 4)
-        return blocks.transpose(2, 3).reshape(values.shape)
-    halves = values.view(torch.int16)
-    first = halves >> 8 & 0x80 | halves >> 4 & 0x7F
-    second = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
-    words = torch.stack((first, second), -1).to(torch.uint8)
-    words = words.view(len(values), -1, 2, 2, 2, 4, 2, 2)
-    codes = words.permute(0, 1, 7, 3, 5, 2, 4, 6)
-    return codes.reshape(values.shape).view(values.dtype)
-
-
 @dispatched("fused_triton")
 def quantised_rows(
     rows: Tensor, stored: torch.dtype, *, is_by_block: bool

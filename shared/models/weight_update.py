@@ -356,8 +356,7 @@ def _check(name: str, place: Tensor, source: Tensor) -> None:
     if name in _FIXED and not torch.equal(place, source):
         raise CheckpointError(f"{name} differs from that of the running model, which a target uses")
     plain = source.to_dense() if source.is_mkldnn else source
-    # Skips e4m3: such a tensor may be packed (`in_words`), so that its bytes are no e4m3 numbers.
-    if plain.is_floating_point() and plain.itemsize > 1 and not _is_finite(plain):
+    if plain.is_floating_point() and not _is_finite(plain):
         raise CheckpointError(f"{name} holds numbers that are not finite")
 
 

@@ -26,7 +26,11 @@ def multiplied(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
     if not weight.has_kernel:
         return inputs.float()
     is_by_block = scale_rows(weight.scales, len(weight.values)) > 0
-    stored = weight.values.dtype
+    return rounded_rows(inputs, weight.values.dtype, is_by_block=is_by_block)
+
+
+def rounded_rows(inputs: Tensor, stored: torch.dtype, *, is_by_block: bool) -> Tensor:
+    """Returns the numbers that `quantised_rows` rounds to, `[T, K]` float32."""
     values, scales = quantised_rows.plain(inputs, stored, is_by_block=is_by_block)
     return values.float() * scales.t().repeat_interleave(inputs.shape[1] // len(scales), 1)
 

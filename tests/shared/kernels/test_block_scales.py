@@ -17,7 +17,7 @@ from shared.kernels.linear import linear
 from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 from tests.helpers.kernel_device import kernel_device
-from tests.helpers.products import multiplied, product_error, rounding_of
+from tests.helpers.products import multiplied, product_error, rounded_rows, rounding_of
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
@@ -123,7 +123,7 @@ def test_products_of_experts_equal_plain_torch(
     is_hopper: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In words and, where there is no Hopper or a part of a block, as they are."""
+    """With rows in 8 bits and, where there is no Hopper or a part of a block, as they are."""
     if IS_INTERPRETING or not is_hopper:
         monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: is_hopper)
     channels = 256 if rows > 1 else 40
@@ -132,15 +132,21 @@ def test_products_of_experts_equal_plain_torch(
     each = (StoredMatrix(*pair, torch.float32) for pair in zip(*own, strict=True))
     oracle = ExpertWeight(tuple(map(QuantisedWeight.kept, each)), None, None, None)
     weight = ExpertWeight.kept(matrix, NUM_EXPERTS)
-    assert weight.is_packed is (is_hopper and depth % 128 == 0)
+    assert weight.rounds_rows is (is_hopper and depth % 128 == 0)
     experts = _random(9, NUM_EXPERTS, seed=5).topk(NUM_CHOSEN, dim=-1).indices
     tiles = tiles_of(experts.flatten(), NUM_EXPERTS, tile)
     inputs = _random(9, depth, seed=2).half()
-    expected = expert_product.plain(inputs.float(), experts, oracle, None)
+    exact = expert_product.plain(inputs.float(), experts, oracle, None)
+    rounded = inputs.float()
+    if weight.rounds_rows:
+        rounded = rounded_rows(inputs, stored, is_by_block=rows > 0)
+    expected = expert_product.plain(rounded, experts, oracle, None)
     found = expert_product(inputs, experts, weight, tiles)
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0.05)
+    # Bounds that would not tell whether rows are rounded would be useless.
+    assert torch.allclose(found.float(), exact, rtol=2e-3, atol=0.05) is not weight.rounds_rows
     wide = expert_product(inputs.float(), experts, weight, tiles)
-    torch.testing.assert_close(wide, expected, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(wide, exact, rtol=1e-4, atol=1e-2)
     gated = gated_product(inputs, experts, weight, tiles, Activation.SILU)
     torch.testing.assert_close(gated, gate_mul(found, Activation.SILU), rtol=2e-2, atol=0.5)
 
@@ -153,7 +159,7 @@ def test_bits_of_pairs_depend_neither_on_tiles_nor_on_company(
 ) -> None:
     matrix = _matrix(1536, 2048, stored, rows, torch.bfloat16, NUM_EXPERTS)
     weight = ExpertWeight.kept(matrix, NUM_EXPERTS)
-    assert weight.is_packed
+    assert weight.rounds_rows
     inputs = _random(300, 2048, seed=1).bfloat16()
     experts = _random(300, NUM_EXPERTS, seed=2).topk(NUM_CHOSEN, dim=-1).indices
 

@@ -3,8 +3,6 @@ not depend on their company."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +17,13 @@ from shared.kernels.experts import (
     weighted_parts,
     weighted_sum,
 )
-from shared.kernels.linear import LinearWeight
+from shared.kernels.kernel_settings import IS_INTERPRETING
+from shared.kernels.linear import MAX_SEGMENT, LinearWeight
 from shared.kernels.pointwise import Activation, Partials, gate_mul
-from shared.kernels.quantised import QuantisedWeight, in_words
+from shared.kernels.quantised import QuantisedWeight
 from shared.kernels.routing import RouterScores, Routing, route
 from tests.helpers.kernel_device import kernel_device
+from tests.helpers.products import ROUNDING, product_error, rounded_rows
 
 NUM_EXPERTS, NUM_CHOSEN = 6, 2
 ROUTINGS = {
@@ -112,20 +112,31 @@ def test_products_with_8_bit_weights_equal_plain_torch() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("tile", [16, 64])
-def test_products_with_packed_words_equal_plain_torch(stored: torch.dtype, tile: int) -> None:
-    values = _random(NUM_EXPERTS, 40, 256)
-    plain = ExpertWeight.of(values, None, stored)
-    assert plain.values is not None
-    packed = replace(plain, values=in_words(plain.values.flatten(0, 1)).view_as(plain.values),
-                     is_packed=True)  # fmt: skip
-    inputs, experts = _random(9, 256, seed=2).half(), _experts(9)
-    expected = _product(inputs, experts, plain, tile)
-    torch.testing.assert_close(
-        _product(inputs, experts, packed, tile), expected, rtol=1e-2, atol=1e-2
-    )
-    # Where activations are wider, words are put in their order first.
-    wide = _product(inputs.float(), experts, packed, tile)
-    torch.testing.assert_close(wide, expected.float(), rtol=1e-2, atol=1e-2)
+@pytest.mark.parametrize("longest", [4096, 256])
+def test_products_of_8_bit_weights_and_rows_equal_plain_torch(
+    stored: torch.dtype, tile: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with sums that are cut into segments, of which the last one is shorter."""
+    if IS_INTERPRETING:
+        monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
+    monkeypatch.setitem(MAX_SEGMENT, stored, longest)
+    values, bias = _random(NUM_EXPERTS, 40, 640).half(), _random(NUM_EXPERTS, 40, seed=1).half()
+    weight = ExpertWeight.of(values, bias, stored)
+    assert weight.rounds_rows
+    assert weight.values is not None
+    assert weight.scales is not None
+    held, experts = weight.values.double() * weight.scales, _experts(9)
+    for num_inputs in (9, 9 * NUM_CHOSEN):
+        inputs = _random(num_inputs, 640, seed=2).half()
+        rounded = rounded_rows(inputs, stored, is_by_block=False)
+        found = _product(inputs, experts, weight, tile)
+        for pair, expert in enumerate(experts.flatten().tolist()):
+            row = pair * num_inputs // experts.numel()
+            own = slice(row, row + 1), held[expert], bias[expert]
+            error = product_error(found[pair], rounded[own[0]], *own[1:])
+            assert error < 2 * ROUNDING[torch.float16], (pair, error)
+            # Rows that are not rounded would be found out.
+            assert product_error(found[pair], inputs[own[0]], *own[1:]) > error
 
 
 @pytest.mark.interpreter

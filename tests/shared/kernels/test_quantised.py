@@ -11,8 +11,6 @@ from torch import Tensor
 from shared.kernels.linear import linear
 from shared.kernels.quantised import (
     QuantisedWeight,
-    from_words,
-    in_words,
     largest_elements,
 )
 
@@ -116,28 +114,6 @@ def test_some_columns_round_as_the_whole_matrix_does(stored: torch.dtype) -> Non
     assert torch.equal(half.dequantised(torch.float32), whole.dequantised(torch.float32)[:, :20])
     alone = QuantisedWeight.of(weight[:, :20], stored).dequantised(torch.float32)
     assert not torch.equal(alone, whole.dequantised(torch.float32)[:, :20])
-
-
-@pytest.mark.parametrize("stored", STORED)
-def test_numbers_come_back_from_words(stored: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 256, (3, 256), dtype=torch.uint8, generator=generator)
-    assert torch.equal(from_words(in_words(codes.view(stored))).view(torch.uint8), codes)
-
-
-def test_words_of_int8_hold_elements_a_quarter_of_a_block_apart() -> None:
-    values = _random(3, 256).to(torch.int8)
-    word = in_words(values)[1, 128 + 4 * 5 : 128 + 4 * 5 + 4]
-    assert torch.equal(word, values[1, [133, 165, 197, 229]])
-
-
-def test_words_of_e4m3_hold_two_pairs_of_neighbours() -> None:
-    # Elements 0 and 1 of the block, and 64 and 65.
-    codes = torch.zeros(1, 128, dtype=torch.uint8)
-    codes[0, [0, 1, 64, 65]] = torch.tensor([0x80, 0x7F, 0xFF, 0x08], dtype=torch.uint8)
-    words = in_words(codes.view(torch.float8_e4m3fn)).view(torch.int32)
-    low, high = 0x8000 | 0x7800 | 0x080F, 0x07F0 | 0x0008
-    assert [word & 0xFFFFFFFF for word in words[0].tolist()] == [high << 16 | low, *[0] * 31]
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -150,13 +150,13 @@ class Box:
     weight: torch.Tensor
 
 
-def test_words_of_8_bit_numbers_are_swapped_whatever_their_bytes() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    running = Box(None, torch.zeros(256).to(torch.float8_e4m3fn))
-    WeightSwap(running, Box(None, codes)).apply()
-    assert torch.equal(running.weight.view(torch.uint8), codes.view(torch.uint8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_only_finite_numbers_are_swapped(dtype: torch.dtype) -> None:
+    running, new = Box(None, torch.zeros(2).to(dtype)), torch.tensor([1.0, -448.0]).to(dtype)
+    WeightSwap(running, Box(None, new)).apply()
+    assert torch.equal(running.weight.float(), new.float())
     with pytest.raises(CheckpointError, match="weight holds numbers that are not finite"):
-        WeightSwap(Box(None, torch.zeros(1)), Box(None, torch.tensor([torch.nan])))
+        WeightSwap(running, Box(None, torch.tensor([1.0, torch.nan]).to(dtype)))
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
