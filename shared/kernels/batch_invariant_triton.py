@@ -34,7 +34,7 @@ from shared.kernels.many_rows_triton import (
 )
 from shared.kernels.pointwise import Partials
 from shared.kernels.quantised import quantised_rows
-from shared.kernels.widened_jit import (
+from shared.kernels.scaled_jit import (
     scaled,
     scales_of_channels,
     scales_of_rows,

@@ -16,12 +16,11 @@ from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import MAX_SEGMENT, WORD_BLOCK, scale_rows
 from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Partials
 from shared.kernels.quantised import quantised_rows
-from shared.kernels.widened_jit import (
+from shared.kernels.scaled_jit import (
     SCALE_BLOCK,
     scaled,
     scales_of_channels,
     scales_of_rows,
-    with_block,
     with_scaled_block,
 )
 
@@ -133,7 +132,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         # Channels past the end repeat the first ones: cheaper than masks on every load.
         channels = (first + lanes % tile_results) % num_results
         channels += lanes // tile_results * num_results
-        own_rows, num_rows = pairs // num_shared, num_pairs // num_shared
+        own_rows, num_inputs = pairs // num_shared, num_pairs // num_shared
         rows = inputs + own_rows[None, :] * input_stride
         sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * DEPTH
         is_input = is_pair[None, :]
@@ -166,7 +165,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 if IS_8_BIT:
                     block = tl.dot(left, right, before, out_dtype=sum_type)
                     of_rows = scales_of_rows(
-                        row_scales, own_rows, is_pair, start, num_rows, SCALE_ROWS
+                        row_scales, own_rows, is_pair, start, num_inputs, SCALE_ROWS
                     )
                     part = with_scaled_block(
                         part, block, of_channels, of_rows, SCALE_ROWS, GATE > 0, 1
@@ -177,7 +176,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                         block = tl.dot(left, right, before, input_precision="ieee")
                     else:
                         block = tl.dot(left, right, before)
-                    part = with_block(part, block, of_channels, SCALE_ROWS)
+                    part = tl.fma(block, of_channels[:, None], part) if SCALE_ROWS > 0 else block
             total += scaled(part, own_scales, own_row_scales, is_by_segment)
         if has_channel_scales and not IS_8_BIT:
             total *= own_scales[:, None]

@@ -234,25 +234,25 @@ def fill_tables(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def round_rows(  # type: ignore[no-untyped-def]
-    rows, results, scales, num_rows, num_blocks, stride, LARGEST: tl.constexpr,
+    rows, results, scales, num_rows, num_blocks, width, LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr, NUM_BLOCKS: tl.constexpr, SIZE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rounds NUM_BLOCKS blocks of a row to e4m3 or int8; see `quantised.quantised_rows`.
 
     Args:
+        width: of a block.
         LARGEST: the largest number of the type.
-        SIZE: a block's, or the next power of two of a row's that is one block.
+        SIZE: `width`, or the next power of two.
     """
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
     columns = tl.arange(0, SIZE)
     is_block = blocks < num_blocks
-    width = stride // num_blocks
     is_element = is_block[:, None] & (columns < width)[None, :]
-    places = blocks[:, None] * width + columns[None, :]
-    values = tl.load(rows + row * stride + places, mask=is_element, other=0.0).to(tl.float32)
+    places = (row * num_blocks + blocks[:, None]) * width + columns[None, :]
+    values = tl.load(rows + places, mask=is_element, other=0.0).to(tl.float32)
     # Bits of numbers without a sign have their order, and those of NaN come last.
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     largest = bits.to(tl.float32, bitcast=True)
@@ -264,5 +264,5 @@ def round_rows(  # type: ignore[no-untyped-def]
         # The sum has no bits for fractions, and its lowest byte is the nearest integer.
         rounded = (rounded + _INTEGERS).to(tl.int32, bitcast=True)
     rounded = rounded.to(results.dtype.element_ty)
-    tl.store(results + row * stride + places, rounded, mask=is_element)
+    tl.store(results + places, rounded, mask=is_element)
     tl.store(scales + blocks.to(tl.int64) * num_rows + row, own, mask=is_block)

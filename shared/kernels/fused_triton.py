@@ -187,7 +187,7 @@ def fused_quantised_rows(
         own_blocks = _ROUNDED_BLOCKS if is_by_block else 1
         size = WORD_BLOCK if is_by_block else triton.next_power_of_2(num_columns)
         round_rows[(num_rows, triton.cdiv(num_blocks, own_blocks))](
-            rows, values, scales, num_rows, num_blocks, num_columns,
+            rows, values, scales, num_rows, num_blocks, num_columns // num_blocks,
             LARGEST=LIMITS[stored], SMALLEST=SMALLEST, NUM_BLOCKS=own_blocks, SIZE=size,
             num_warps=max(4, min(own_blocks * size // _ROUNDED_PER_WARP, _MAX_WARPS)),
             # Scaled numbers are rounded before they are rounded to integers.

@@ -28,7 +28,7 @@ from shared.kernels.launch import dependent_launch
 from shared.kernels.linear import BatchInvariantOperand
 from shared.kernels.pointwise import Partials
 from shared.kernels.quantised import quantised_rows
-from shared.kernels.widened_jit import (
+from shared.kernels.scaled_jit import (
     scaled,
     scales_of_channels,
     scales_of_rows,
