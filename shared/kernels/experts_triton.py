@@ -331,7 +331,7 @@ TILE_SHAPES = {
 # Two programs fit on a multiprocessor where the sums of blocks need registers of their own.
 _BLOCK_SHAPE = TileShape(64, WORD_BLOCK, 4, 4)
 # Stages of the smallest tiles in 8 bits, which have half as many bytes.
-_8_BIT_STAGES = 6
+_SHORT_STAGES = 6
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
@@ -421,7 +421,7 @@ def _launch(
         shape = _BLOCK_SHAPE
     num_stages = shape.num_stages
     if is_8_bit and tiles.num_rows == FEWEST_ROWS:
-        num_stages = _8_BIT_STAGES
+        num_stages = _SHORT_STAGES
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
     launch = dependent_launch(inputs.device, num_pairs // 8)

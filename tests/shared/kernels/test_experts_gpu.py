@@ -24,10 +24,10 @@ from shared.kernels.experts import (
 from shared.kernels.latent import plan_latents
 from shared.kernels.linear import LinearWeight, wide_linear
 from shared.kernels.pointwise import Activation, gate_mul, total_of
-from shared.kernels.quantised import from_words
 from shared.kernels.routing import RouterScores, Routing, route
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import Heads, chunk, packed, random_layer, tree, with_pages
+from tests.helpers.products import rounded_rows
 
 pytestmark = pytest.mark.gpu
 PAGE_SIZE = 16
@@ -58,11 +58,7 @@ def _held(weight: ExpertWeight) -> Tensor:
     """Returns the weights as they multiply, `[E, N, K]`."""
     values = weight.values
     assert values is not None
-    if weight.scales is None:
-        return values.float()
-    if weight.is_packed:
-        values = from_words(values.flatten(0, 1)).view_as(values)
-    return values.float() * weight.scales
+    return values.float() if weight.scales is None else values.float() * weight.scales
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 1024])
@@ -73,12 +69,16 @@ def test_products_of_experts(num_rows: int, stored: torch.dtype | None, num_expe
     weight = ExpertWeight.of(values, None, stored)
     held = _held(weight)
     inputs = _random(num_rows, 2048, seed=1)
+    multiplied = inputs
+    if stored is not None:
+        assert weight.rounds_rows
+        multiplied = rounded_rows(inputs, stored, is_by_block=False)
     experts = _random(num_rows, num_experts, seed=2).float().topk(2, dim=-1).indices
     tiles = tiles_of(experts.flatten(), num_experts, tile_rows(experts.numel(), weight))
     found = expert_product(inputs, experts, weight, tiles).view(num_rows, 2, -1)
     for choice in range(2):
         own = held.index_select(0, experts[:64, choice])
-        expected = torch.bmm(own.double(), inputs[:64].double().unsqueeze(2)).squeeze(2)
+        expected = torch.bmm(own.double(), multiplied[:64].double().unsqueeze(2)).squeeze(2)
         _assert_near(found[:64, choice], expected, 5e-3)
 
 
