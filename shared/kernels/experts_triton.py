@@ -312,7 +312,7 @@ class TileShape:
     """Launch parameters of a product for a given number of rows per tile.
 
     Attributes:
-        step: columns that are multiplied at once; `WORD_BLOCK` for rows in 8 bits.
+        step: columns that are multiplied at once.
     """
 
     channels: int
@@ -328,11 +328,27 @@ TILE_SHAPES = {
     64: TileShape(128, 64, 4, 4),
     128: TileShape(128, 64, 8, 4),
 }
-# Two programs fit on a multiprocessor where the sums of blocks need registers of their own.
-_BLOCK_SHAPE = TileShape(64, WORD_BLOCK, 4, 4)
-# Stages of the smallest tiles in 8 bits, which have half as many bytes.
-_SHORT_STAGES = 6
+# In 8 bits, measured on an H100 with the experts of GLM-4.5-Air.
+_SHAPES_8_BIT = {
+    16: TileShape(64, WORD_BLOCK, 4, 6),
+    32: TileShape(64, WORD_BLOCK, 4, 4),
+    64: TileShape(128, WORD_BLOCK, 4, 3),
+    128: TileShape(128, WORD_BLOCK, 4, 3),
+}
+# Where blocks have scales: their sums need registers of their own. With those of DeepSeek-V3.
+_MANY_ROWS_OF_BLOCKS = TileShape(64, WORD_BLOCK, 4, 4)
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
+
+
+def tile_shape(num_rows: int, dtype: torch.dtype, *, has_blocks: bool) -> TileShape:
+    """Returns the launch parameters for tiles of so many rows in a type."""
+    if dtype is torch.float32:
+        return _FLOAT32_SHAPE
+    if dtype.itemsize > 1:
+        return TILE_SHAPES[num_rows]
+    if has_blocks and num_rows > FEWEST_ROWS:
+        return _MANY_ROWS_OF_BLOCKS
+    return _SHAPES_8_BIT[num_rows]
 
 
 def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
@@ -416,12 +432,7 @@ def _launch(
     if is_8_bit:
         inputs, row_scales = quantised_rows(inputs, values.dtype, is_by_block=num_scale_rows > 0)
         num_segments = triton.cdiv(depth, MAX_SEGMENT[values.dtype])
-    shape = _FLOAT32_SHAPE if is_float32 else TILE_SHAPES[tiles.num_rows]
-    if is_8_bit and num_scale_rows:
-        shape = _BLOCK_SHAPE
-    num_stages = shape.num_stages
-    if is_8_bit and tiles.num_rows == FEWEST_ROWS:
-        num_stages = _SHORT_STAGES
+    shape = tile_shape(tiles.num_rows, inputs.dtype, has_blocks=num_scale_rows > 0)
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
     launch = dependent_launch(inputs.device, num_pairs // 8)
@@ -443,8 +454,8 @@ def _launch(
         NUM_SEGMENTS=num_segments, HAS_BIAS=bias is not None,
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,
-        STEP=WORD_BLOCK if is_8_bit else shape.step, IS_FLOAT32=is_float32,
-        num_warps=shape.num_warps, num_stages=num_stages, enable_fp_fusion=not is_8_bit, **launch,
+        STEP=shape.step, IS_FLOAT32=is_float32, num_warps=shape.num_warps,
+        num_stages=shape.num_stages, enable_fp_fusion=not is_8_bit, **launch,
     )  # fmt: skip
 
 
