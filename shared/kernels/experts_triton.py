@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.dependent_jit import begin, early, fetch_rows
-from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
+from shared.kernels.experts import ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import MAX_SEGMENT, WORD_BLOCK, scale_rows
@@ -336,7 +336,7 @@ _SHAPES_8_BIT = {
     128: TileShape(128, WORD_BLOCK, 4, 3),
 }
 # Where blocks have scales: their sums need registers of their own. With those of DeepSeek-V3.
-_MANY_ROWS_OF_BLOCKS = TileShape(64, WORD_BLOCK, 4, 4)
+_MOST_ROWS_OF_BLOCKS = TileShape(64, WORD_BLOCK, 4, 4)
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
@@ -346,9 +346,8 @@ def tile_shape(num_rows: int, dtype: torch.dtype, *, has_blocks: bool) -> TileSh
         return _FLOAT32_SHAPE
     if dtype.itemsize > 1:
         return TILE_SHAPES[num_rows]
-    if has_blocks and num_rows > FEWEST_ROWS:
-        return _MANY_ROWS_OF_BLOCKS
-    return _SHAPES_8_BIT[num_rows]
+    is_large = num_rows == max(_SHAPES_8_BIT)
+    return _MOST_ROWS_OF_BLOCKS if has_blocks and is_large else _SHAPES_8_BIT[num_rows]
 
 
 def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
