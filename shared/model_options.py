@@ -85,17 +85,11 @@ class AttentionBackend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of a loader in addition to dtype and device.
-
-    Attributes:
-        is_deterministic: a decoder's products are batch-invariant: a row's bits do not depend on
-            the number of rows.
-    """
+    """Options of a loader in addition to dtype and device."""
 
     load_format: LoadFormat = LoadFormat.AUTO
     quantisation: Quantisation = Quantisation.UNQUANT
     attention_backend: AttentionBackend = AttentionBackend.AUTO
-    is_deterministic: bool = False
 
 
 def device_problems(name: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 A *pair* is a row and one of its experts: row t and its j-th choice are pair `t * k + j`. On CUDA
 one kernel computes all pairs, in tiles of pairs that share an expert; elsewhere there is one
 product for each expert's pairs. Either way a pair's bits depend only on its row and its expert, as
-far as those of `linear` depend only on the row; on CUDA also on the size of tiles.
+far as those of `linear` depend only on the row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 
 # Rows of a tile: pairs per expert below which the size is used. With few pairs every tile reads a
 # whole weight; with many, most tiles are full.
-FEWEST_ROWS = 16
-_TILE_ROWS = {FEWEST_ROWS: 8, 32: 24, 64: 96}
+_TILE_ROWS = {16: 8, 32: 24, 64: 96}
 _MAX_TILE_ROWS = 128
 
 
@@ -35,7 +34,6 @@ class ExpertWeight:
         scales: scales of 8-bit values, as in `QuantisedWeight` for each expert; else None.
         bias: `[E, N]`; None in most families.
         num_saved_bytes: memory saved, compared to the original weights.
-        is_batch_invariant: tiles have the same size for any number of pairs.
         rounds_rows: 8-bit `values` are multiplied with rows that are rounded to the same type, see
             `quantised.quantised_rows`, if the rows are in half precision.
     """
@@ -45,7 +43,6 @@ class ExpertWeight:
     scales: Tensor | None
     bias: Tensor | None
     num_saved_bytes: int = 0
-    is_batch_invariant: bool = False
     rounds_rows: bool = False
 
     @classmethod
@@ -156,8 +153,6 @@ def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int
 
 def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
     """Returns the number of rows of a tile."""
-    if weight.is_batch_invariant:
-        return FEWEST_ROWS
     expert_pairs = num_pairs / weight.num_experts
     sizes = (rows for rows, limit in _TILE_ROWS.items() if expert_pairs < limit)
     return next(sizes, _MAX_TILE_ROWS)

@@ -42,7 +42,7 @@ class StoredMatrix:
     """A matrix `[N, K]` in 8 bits, as a checkpoint stores it.
 
     Attributes:
-        values, scales: see `QuantisedWeight`; the values are not packed.
+        values, scales: see `QuantisedWeight`.
         dtype: dtype of the model.
     """
 

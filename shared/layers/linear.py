@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -108,23 +108,6 @@ def num_saved_bytes(model: object) -> int:
     weights = (layer.weight for layer in parts_of(model, Linear))
     saved = sum(weight.num_saved_bytes for weight in weights if isinstance(weight, QuantisedWeight))
     return saved + sum(weight.num_saved_bytes for weight in parts_of(model, ExpertWeight))
-
-
-def as_batch_invariant(part: _PartT) -> _PartT:
-    """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
-    then give a row the same bits for all numbers of rows, as others always do."""
-    return cast(_PartT, _as_batch_invariant(part))
-
-
-def _as_batch_invariant(part: object) -> object:
-    if isinstance(part, ExpertWeight):
-        return replace(part, is_batch_invariant=True)
-    if isinstance(part, tuple):
-        return tuple(map(_as_batch_invariant, part))
-    if not dataclasses.is_dataclass(part) or isinstance(part, TensorGroup | type):
-        return part
-    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    return replace(part, **{name: _as_batch_invariant(value) for name, value in values.items()})
 
 
 def linears(part: object) -> Iterator[Linear]:

@@ -15,7 +15,7 @@ from shared.kernels.linear import WORD_BLOCK, is_hopper
 from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import Attention, AttentionShape, NarrowHeads, SelfAttention
 from shared.layers.decoder_layer import DecoderLayer, Mlp
-from shared.layers.linear import Linear, as_batch_invariant
+from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import TensorGroup
@@ -226,8 +226,6 @@ def build_decoder(
         layouts=tensors.layouts,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
-    if options.is_deterministic:
-        decoder = replace(decoder, layers=as_batch_invariant(decoder.layers))
     return decoder
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.experts import ExpertWeight
 from shared.kernels.quantised import QuantisedWeight
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.layers.linear import Linear, num_saved_bytes, parts_of
+from shared.layers.linear import Linear, num_saved_bytes
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
@@ -105,19 +104,6 @@ def test_experts_are_held_in_8_bits_and_their_logits_stay_close(
     attention, experts = 32 * (64 + 32), 4 * 3 * 24 * 32
     channels = 64 + 32 + 4 * (2 * 24 + 32)
     assert num_saved_bytes(decoder) == 3 * (attention + experts) - 4 * channels
-
-
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_experts_keep_their_rows_bits_where_that_is_asked_for(
-    tmp_path: Path, *, is_deterministic: bool
-) -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    folder = write_checkpoint(tmp_path, "qwen3_moe", TinyShape(num_layers=2, overrides=sizes))
-    options = ModelOptions(quantisation=Quantisation.FP8, is_deterministic=is_deterministic)
-    decoder = load_decoder(folder, dtype=torch.float32, device=CPU, options=options)
-    experts = [*parts_of(decoder, ExpertWeight)]
-    assert len(experts) == 2 * 2
-    assert {each.is_batch_invariant for each in experts} == {is_deterministic}
 
 
 @pytest.mark.parametrize("head", [EAGLE, EAGLE3], ids=["eagle", "eagle3"])
