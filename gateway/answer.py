@@ -1,29 +1,41 @@
-"""The answer to one HTTP request: its choices, generated side by side."""
+"""The answer to one HTTP request: its choices, generated side by side; and the check of an
+output against a schema that a grammar enforces only in part."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from gateway.api_keys import current_quota
+from gateway.bodies import whole_calls
 from gateway.choice import Choice
+from gateway.constraints import AnswerSchemas
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
 from gateway.generation import Event, Finished, NodeBudget
 from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
+from gateway.schema_trial import Verdict, unknown
 from shared.generation import Delta, PromptScored, Started
+from shared.grammar import JsonSchema
 from shared.rpc.server import Lifecycle
+from shared.tokens import FinishReason
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway
 
 IndexedEvent = tuple[int, Event]
 TakeNow = Callable[[int, Delta], bool]
+_MAX_PROCESSES = 2
 
 
 class Inbox:
@@ -290,3 +302,55 @@ class Answer:
         if choice.finish_reason is not None:  # a stop string, which the target does not know
             self._routed[choice.index].cancel()
             self.num_open -= 1
+
+
+class SchemaChecks:
+    """Checks each answer in a separate process, two at a time."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(_MAX_PROCESSES)
+
+    async def run(self, schemas: AnswerSchemas, choice: Choice) -> Verdict | None:
+        """Returns the verdict on an ended choice; None where there is nothing to check, or the
+        output was cut off."""
+        if choice.finish_reason is not FinishReason.STOP:
+            return None
+        pairs = _pairs(schemas, choice)
+        if not pairs:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                return await _run_trial(orjson.dumps(pairs))
+        except TimeoutError:
+            return unknown(f"the check took more than {self._timeout_s:g} s")
+
+
+def _pairs(schemas: AnswerSchemas, choice: Choice) -> list[tuple[JsonSchema, str]]:
+    """Returns the schemas to check, each with the JSON text that must match it."""
+    output = choice.whole_output()
+    calls = whole_calls(output.parts)
+    if calls:
+        return [(schemas.calls[c.name], text) for c, text in calls if c.name in schemas.calls]
+    return [] if schemas.text is None else [(schemas.text, output.text)]
+
+
+async def _run_trial(pairs: bytes) -> Verdict:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway.schema_trial"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        content, _ = await process.communicate(pairs)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if not content:
+        return unknown("the check failed")
+    verdict: Verdict = orjson.loads(content)
+    return verdict

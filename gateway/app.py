@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,26 +16,35 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import bodies
 from gateway.answer import Answer
 from gateway.api_keys import LimitExceeded, Quotas, current_quota
 from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
-from gateway.failures import FAILURES, Problem, error_response, on_error
+from gateway.failures import (
+    FAILURES,
+    NOTICE_HEADER,
+    Problem,
+    current_notices,
+    error_response,
+    header_value,
+    on_error,
+)
 from gateway.json_body import JsonRoute
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
 from gateway.native.generate import add_generate_routes
 from gateway.native.rollout_routes import add_rollout_routes
-from gateway.native.server_routes import add_history_routes, add_server_routes, target_statuses
-from gateway.native.token_routes import add_token_routes
-from gateway.notices import NOTICE_HEADER, current_notices, header_value
-from gateway.playground.routes import FILES_PREFIX, add_playground_routes
-from gateway.reference.answered import ChatAnswer, CompletionAnswer
-from gateway.reference.document import DocumentedApp, add_reference_routes
-from gateway.responses.routes import add_response_routes
-from gateway.responses.stored_routes import add_stored_routes, stored_chat
+from gateway.native.server_routes import (
+    add_history_routes,
+    add_server_routes,
+    add_token_routes,
+    target_statuses,
+)
+from gateway.openapi import ChatAnswer, CompletionAnswer, DocumentedApp
+from gateway.responses.routes import add_response_routes, add_stored_routes, stored_chat
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
@@ -51,6 +61,18 @@ from shared.telemetry.tracing import (
 __all__ = ["Gateway", "create_app"]
 
 _JSON = "application/json"
+_FILES_PREFIX = "/playground/"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",  # the browser asks again and gets 304 if nothing has changed
+    "content-security-policy": _POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -70,8 +92,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_history_routes(app, gateway)
     add_rollout_routes(app, gateway)
     _add_operations_routes(app, gateway)
-    add_playground_routes(app)
-    add_reference_routes(app)
+    _add_playground(app)
     # The middleware added last runs first.
     if gateway.place is not None:
         app.add_middleware(ForAllWorkers, place=gateway.place)
@@ -156,6 +177,29 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
         return Response(content, media_type="text/plain; version=1.0.0; charset=utf-8")
 
 
+def _add_playground(app: FastAPI) -> None:
+    """Adds the playground: one page at `/` and its files. They hold no secret, so they need no API
+    key. There is no build step, and the page loads nothing from other hosts: it works without a
+    network, and its content security policy allows this server only."""
+    files = _PageFiles(directory=Path(__file__).parent / "playground" / "page")
+
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    async def file(request: Request) -> Response:
+        return await files.get_response(request.path_params["name"], request.scope)
+
+    app.add_route("/", page, methods=["GET"], include_in_schema=False)
+    app.add_route(f"{_FILES_PREFIX}{{name:path}}", file, methods=["GET"], include_in_schema=False)
+
+
+class _PageFiles(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
 def _model_of(body: bytes) -> str | None:
     """Returns the `model` of a body that may be any bytes; None where there is none."""
     try:
@@ -219,7 +263,7 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
+        if path in _OPEN_PATHS or path.startswith(_FILES_PREFIX):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

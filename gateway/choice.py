@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from gateway.generation import Finished, NodeBudget, round_fields
 from gateway.output.parser import Content, OutputParser, Part, Reasoning
 from gateway.planner import Plan, TextOptions
+from gateway.sampling import StopPatterns
 from gateway.schema_trial import Verdict
-from gateway.stop_patterns import StopPatterns
 from shared.generation import Delta, SpeculationStats
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs

@@ -15,11 +15,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer
-from gateway.bodies import delta_fields, ending, head, rounds_field, usage, usage_of_prompt
+from gateway.bodies import (
+    chat_logprobs,
+    completion_logprobs,
+    delta_fields,
+    echoed_logprobs,
+    ending,
+    head,
+    rounds_field,
+    usage,
+    usage_of_prompt,
+)
 from gateway.choice import Choice, FinalChoice, Piece, stop_fields
 from gateway.failures import ClientGone, error_body
 from gateway.http_server import BODY_WRITER, BodyWriter
-from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
 from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.text import Tokenizer

@@ -1,4 +1,4 @@
-"""Error responses, in the shape of the called interface.
+"""Error responses, in the shape of the called interface, and notices, in a header.
 
 All routes use OpenAI's shape, `{"error": {message, type, param, code}}`, except Anthropic's routes:
 `{"type": "error", "error": {type, message}, "request_id"}`."""
@@ -6,9 +6,11 @@ All routes use OpenAI's shape, `{"error": {message, type, param, code}}`, except
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Self
@@ -61,6 +63,11 @@ _ANTHROPIC_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+NOTICE_HEADER = "x-outrider-notice"
+_MAX_CHARACTERS = 1024
+_log = logging.getLogger(__name__)
+current_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
+"""Notices of the request that is being served."""
 
 
 class ClientGone(Exception):
@@ -235,3 +242,17 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = re.sub(rf"^{re.escape(field)}\b", names[field], error.message)
         raise InvalidArgument.of(error.reason, names[field], message) from error
+
+
+def give_notice(text: str) -> None:
+    """Logs a notice, and sends it to the client if the headers are not sent yet."""
+    _log.warning("%s", text[:_MAX_CHARACTERS])
+    notices = current_notices.get()
+    if notices is not None:
+        notices.append(text)
+
+
+def header_value(notices: list[str]) -> str:
+    """Returns the notices as one header, in ASCII and of bounded length."""
+    text = "; ".join(notices)[:_MAX_CHARACTERS]
+    return "".join(c if " " <= c <= "~" else "?" for c in text)

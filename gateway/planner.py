@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gateway.failures import client_names
+from gateway.constraints import (
+    AnswerSchemas,
+    Constraint,
+    OutputConstraint,
+    constraint_of,
+    output_constraint,
+)
+from gateway.failures import client_names, give_notice
 from gateway.generation import Generation, TargetModel, fingerprint
 from gateway.model_text import ModelText
-from gateway.notices import give_notice
-from gateway.off_loop import off_loop
-from gateway.output.grammar_schema import AnswerSchemas
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
-from gateway.output.tools import Toolbox
+from gateway.output.tool_formats import Toolbox
 from gateway.prompts import (
     chat_text,
     check_choices,
@@ -25,19 +29,17 @@ from gateway.prompts import (
     echoed_texts,
     given_prompts,
     longest_prompt,
+    off_loop,
     prompt_tokens,
     toolbox_of,
     truncated,
 )
 from gateway.sampling import (
-    Constraint,
-    OutputConstraint,
     OutputLength,
+    StopPattern,
     check_priority,
     check_salt,
     check_stops,
-    constraint_of,
-    output_constraint,
     sampling_params,
     stop_params,
     with_speculation,
@@ -52,7 +54,6 @@ from gateway.schema import (
     unimplemented,
 )
 from gateway.settings import GatewaySettings
-from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar

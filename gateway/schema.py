@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from gateway.notices import give_notice
+from gateway.failures import give_notice
 from shared.errors import InvalidArgument
 
 

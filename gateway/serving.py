@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gateway.answer import OpenAnswers
+from gateway.answer import OpenAnswers, SchemaChecks
 from gateway.api_keys import Quotas
 from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
 from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
-from gateway.schema_check import SchemaChecks
 from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace
 from shared.errors import FailedPrecondition

@@ -15,8 +15,13 @@ from gateway.bodies import metrics, timings
 from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import EventStream, whole_answer
 from gateway.failures import Problem
-from gateway.messages.chat import messages_plan, prompt_chat
-from gateway.messages.schema import MessageAnswer, MessagesRequest, Prompt
+from gateway.messages.schema import (
+    MessageAnswer,
+    MessagesRequest,
+    Prompt,
+    messages_plan,
+    prompt_chat,
+)
 from gateway.output.parser import CallArguments, CallBegun, Content, Part, Reasoning
 from gateway.planner import Plan
 from gateway.serving import Gateway

@@ -14,12 +14,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from gateway.answer import Answer
-from gateway.bodies import speculative_decoding
+from gateway.bodies import finite, speculative_decoding
 from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import DONE, EventStream, event, whole_answer
 from gateway.failures import Aborted, client_names, error_body
 from gateway.generation import TargetModel
-from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
 from gateway.planner import Plan, Planner
 from gateway.prompts import check_choices, check_prompts

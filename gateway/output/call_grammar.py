@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.output import tool_formats
-from gateway.output.arguments import Schema, property_schema, resolved, types_of
-from gateway.output.reasoning import CHANNEL, MESSAGE, START, ThinkTags
-from gateway.output.tagged_calls import TAGS, Tags
-from gateway.output.tools import Tool, Toolbox
+from gateway.output.argument_formats import TAGS, Schema, Tags, property_schema, resolved, types_of
+from gateway.output.parser import CHANNEL, MESSAGE, START, ThinkTags
+from gateway.output.tool_formats import Tool, Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar, GrammarKind
 

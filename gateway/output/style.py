@@ -10,24 +10,23 @@ from dataclasses import dataclass
 
 import orjson
 
-from gateway.notices import give_notice
 from gateway.output import call_grammar, tool_formats
+from gateway.output.argument_formats import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
 from gateway.output.call_grammar import Tag, any_of
-from gateway.output.parser import Format
-from gateway.output.reasoning import (
+from gateway.output.parser import (
     CHANNEL,
     HARMONY_MARKS,
     KIMI_THINK,
     MISTRAL_THINK,
     SEED_THINK,
     THINK,
+    Format,
     ThinkTags,
     harmony,
     text_only,
     thinking,
 )
-from gateway.output.tagged_calls import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
-from gateway.output.tools import Toolbox
+from gateway.output.tool_formats import Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
@@ -218,8 +217,6 @@ class ChatOutput:
             if answer is None:
                 return self._without_tools(requested)
             answer = call_grammar.final_message(answer) if is_harmony else answer
-        if requested is not None and answer is None:
-            give_notice("a call is required, so the format of the answer has no effect")
         formats = [content for content in (calls, answer) if content is not None]
         if not formats:
             return None

@@ -10,10 +10,9 @@ from typing import Any
 
 import orjson
 
-from gateway.bodies import metrics, timings, usage
+from gateway.bodies import chat_logprobs, metrics, timings, usage
 from gateway.choice import Choice, FinalChoice, Piece, check_field
 from gateway.failures import Problem
-from gateway.logprobs import chat_logprobs
 from gateway.output.parser import CallBegun, Content, Part, Reasoning
 from gateway.responses.chat import ResponsePlan
 from gateway.responses.schema import ResponsesRequest

@@ -11,6 +11,7 @@ from typing import Literal, cast
 
 from pydantic import TypeAdapter
 
+from gateway.constraints import json_schema_format
 from gateway.failures import client_names
 from gateway.generation import TargetModel
 from gateway.planner import Plan, Planner
@@ -29,7 +30,7 @@ from gateway.responses.store import (
     log_failure,
     stored_items,
 )
-from gateway.sampling import OutputLength, json_schema_format
+from gateway.sampling import OutputLength
 from gateway.schema import (
     AllowedToolChoice,
     AllowedTools,

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
+from gateway.bodies import echoed_logprobs
 from gateway.choice import Choice
 from gateway.generation import Generation
-from gateway.logprobs import echoed_logprobs
 from gateway.planner import Plan, TextOptions
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text import Tokenizer

@@ -9,11 +9,10 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from gateway.output.grammar_schema import grammar_schema
+from gateway.constraints import OutputConstraint, grammar_schema, output_constraint
+from gateway.output.argument_formats import TAGS
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
-from gateway.output.tagged_calls import TAGS
-from gateway.output.tools import Tool, Toolbox
-from gateway.sampling import OutputConstraint, output_constraint
+from gateway.output.tool_formats import Tool, Toolbox
 from shared.errors import InvalidArgument
 
 OBJECT = {"type": "object"}
