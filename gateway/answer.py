@@ -21,6 +21,7 @@ from gateway.choice import Choice
 from gateway.constraints import AnswerSchemas
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
 from gateway.generation import Event, Finished, NodeBudget
+from gateway.http_server import BodyWriter
 from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
@@ -202,6 +203,7 @@ class Answer:
             record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
             self._record = record
             try:
+                name = self.plan.model.name
                 for index, generation in enumerate(self.plan.generations):
                     generation = replace(
                         generation,
@@ -210,7 +212,7 @@ class Answer:
                         never_learnt=self._quota is not None and self._quota.never_learnt,
                     )
                     deliver = partial(self._inbox.put, index)
-                    self._routed.append(gateway.pool.submit(generation, self.plan.model, deliver))
+                    self._routed.append(gateway.pool.submit(generation, name, deliver))
                 await self.step()
                 yield
             except BaseException as raised:
@@ -256,22 +258,27 @@ class Answer:
                     choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
         return changed.values()
 
-    def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
+    def send_at_once(self, writer: BodyWriter, news: Callable[[Choice], bytes]) -> None:
         """Makes tokens go out as they arrive, while `step` waits and the client reads: waking the
-        task of a stream costs more than all its other work in a step."""
+        task of a stream costs more than all its other work in a step.
+
+        Args:
+            news: returns the events for a choice's new output.
+        """
         if self._has_schemas:  # `step` waits for the schema check before the last chunk
             return
         choices = self.choices
 
         def take_now(index: int, delta: Delta) -> bool:
-            if not can_send():
+            if not writer.is_ready():
                 return False
             choice = choices[index]
             if choice.finish_reason is not None:
                 return True
             try:
                 self._push(choice, delta)
-                send(choice)
+                if chunk := news(choice):
+                    writer.write(chunk)
             except Exception as error:  # `step` raises it
                 self._inbox.close(error)
             if choice.finish_reason is not None:

@@ -15,14 +15,14 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import bodies
 from gateway.answer import Answer
 from gateway.api_keys import LimitExceeded, Quotas, current_quota
-from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
+from gateway.event_stream import ChatEncoder, CompletionEncoder, respond
 from gateway.failures import (
     FAILURES,
     NOTICE_HEADER,
@@ -30,6 +30,7 @@ from gateway.failures import (
     current_notices,
     error_response,
     header_value,
+    json_response,
     on_error,
 )
 from gateway.json_body import JsonRoute
@@ -60,7 +61,6 @@ from shared.telemetry.tracing import (
 
 __all__ = ["Gateway", "create_app"]
 
-_JSON = "application/json"
 _FILES_PREFIX = "/playground/"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -121,23 +121,13 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.store:
             plan, keep = stored_chat(gateway.response_store, body, plan, tokenizer)
         answer = Answer(plan, gateway, "chat_completions")
-        if plan.is_stream:
-            return EventStream(answer, ChatChunks(plan, tokenizer, keep))
-        final_choices = await whole_answer(answer, request.receive)
-        if keep is not None:
-            keep(answer.choices)
-        completion = orjson.dumps(bodies.chat_completion(plan, final_choices, tokenizer))
-        return Response(completion, media_type=_JSON)
+        return await respond(answer, ChatEncoder(answer, tokenizer, keep), request.receive)
 
     @app.post("/v1/completions", tags=["openai"], responses={200: {"model": CompletionAnswer}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         plan = await gateway.planner.completion(body, gateway.pool.model(body.model))
         answer = Answer(plan, gateway, "completions")
-        if plan.is_stream:
-            return EventStream(answer, CompletionChunks(plan, tokenizer))
-        final_choices = await whole_answer(answer, request.receive)
-        completion = orjson.dumps(bodies.completion(plan, final_choices, tokenizer))
-        return Response(completion, media_type=_JSON)
+        return await respond(answer, CompletionEncoder(answer, tokenizer), request.receive)
 
     @app.post("/v1/embeddings", tags=["openai"])
     async def embeddings(request: Request) -> Response:
@@ -164,7 +154,7 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/ready", tags=["operations"])
     async def health() -> Response:
         status, detail = gateway.health()
-        return JSONResponse(detail, status)
+        return json_response(detail, status)
 
     @app.get("/version", tags=["operations"])
     async def version() -> dict[str, str]:

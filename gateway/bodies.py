@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from gateway.choice import Choice, FinalChoice, Piece, TokenScore, best_choices, stop_fields
-from gateway.generation import TargetModel
+from gateway.generation import TargetModel, fingerprint
 from gateway.output.parser import CallArguments, CallBegun, Part, Reasoning
 from gateway.planner import Plan
 from shared.text import Detokenizer, Tokenizer
@@ -193,7 +193,7 @@ def chat_completion(
     shown = [_chat_choice(plan, final_choice, tokenizer) for final_choice in final_choices]
     body = _body(plan, final_choices, "chat.completion", shown)
     prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
-    body["prompt_token_ids"] = prompt if plan.return_token_ids else None
+    body["prompt_token_ids"] = prompt if plan.body.return_token_ids else None
     body["prompt_logprobs"] = vllm_prompt_logprobs(plan, choice, tokenizer)
     return body
 
@@ -225,9 +225,9 @@ def head(plan: Plan, kind: str) -> dict[str, Any]:
         "id": plan.request_id,
         "object": kind,
         "created": plan.created,
-        "model": plan.model,
-        "system_fingerprint": plan.fingerprint,
-        **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
+        "model": plan.model.name,
+        "system_fingerprint": fingerprint(plan.model),
+        **({} if plan.body.service_tier is None else {"service_tier": "default"}),
     }
 
 
@@ -263,7 +263,7 @@ def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) ->
         "logprobs": chat_logprobs(plan, piece.scores, tokenizer),
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
-        "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
+        "token_ids": list(piece.token_ids) if plan.body.return_token_ids else None,
         **rounds_field(piece),
     }
 
@@ -284,8 +284,8 @@ def _completion_choice(
         "logprobs": scores,
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, choice),
-        "prompt_token_ids": prompt if plan.return_token_ids else None,
-        "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
+        "prompt_token_ids": prompt if plan.body.return_token_ids else None,
+        "token_ids": list(piece.token_ids) if plan.body.return_token_ids else None,
         "prompt_logprobs": vllm_prompt_logprobs(plan, choice, tokenizer),
         **rounds_field(piece),
     }
@@ -298,11 +298,11 @@ def chat_logprobs(
     the drawn token comes before them."""
     if not scores:
         return None
-    content, as_ids = [], plan.tokens_as_ids
+    content, as_ids = [], plan.body.return_tokens_as_token_ids
     for score in scores:
         drawn = (score.token_id, score.logprobs.log_prob)
         top = score.logprobs.top
-        if plan.names_scored_tokens:
+        if plan.generations[0].logprob_token_ids:
             top = (drawn, *(named for named in top if named[0] != score.token_id))
         content.append(
             {
@@ -327,7 +327,7 @@ def _columns(
     """Args:
     echo_length: characters of echoed prompt before the tokens.
     """
-    as_ids = plan.tokens_as_ids
+    as_ids = plan.body.return_tokens_as_token_ids
     return {
         "tokens": [_spelling(score.token_id, tokenizer, as_ids) for score in scores],
         "token_logprobs": [finite(score.logprobs.log_prob) for score in scores],
@@ -391,7 +391,10 @@ def echoed_logprobs(
     rest = _columns(plan, prompt_scores, tokenizer, 0)
     output = _columns(plan, scores, tokenizer, echo_length)
     begin = tokenizer.decode(prompt[:1], skip_special_tokens=False)
-    first = {"tokens": f"token_id:{prompt[0]}" if plan.tokens_as_ids else begin, "text_offset": 0}
+    first = {
+        "tokens": f"token_id:{prompt[0]}" if plan.body.return_tokens_as_token_ids else begin,
+        "text_offset": 0,
+    }
     return {key: [first.get(key), *rest[key], *output[key]] for key in rest}
 
 
@@ -400,7 +403,7 @@ def vllm_prompt_logprobs(
 ) -> list[dict[str, Any] | None] | None:
     """Returns `prompt_logprobs`: for each prompt token, log probabilities by id of the token and of
     the likeliest ones. None where the request does not ask for them."""
-    if not plan.shows_prompt_logprobs:
+    if plan.body.prompt_logprobs is None:
         return None
     prompt = plan.generations[choice.index].prompt_token_ids
     by_token: list[dict[str, Any] | None] = [None]

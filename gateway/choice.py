@@ -290,7 +290,7 @@ def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[F
 
     Choices are ranked by the mean log probability of their tokens.
     """
-    num_drawn, num_shown = plan.num_choices, plan.num_shown
+    num_drawn, num_shown = plan.num_choices, plan.body.num_shown
     if num_drawn == num_shown:
         return final_choices
     best: list[FinalChoice] = []

@@ -104,9 +104,10 @@ class Problem:
 
     @classmethod
     def of(cls, error: OutriderError) -> Problem:
+        status = _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
         param = error.violations[0].field if error.violations else None
         code = _OPENAI_CODES.get(error.reason, error.reason.lower())
-        return cls(http_status(error), error.message, code, param)
+        return cls(status, error.message, code, param)
 
     @classmethod
     def of_request(cls, error: OutriderError) -> Problem:
@@ -131,22 +132,18 @@ class Problem:
         """Returns the response in the shape that clients of `path` read."""
         is_anthropic = path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
         body = self.anthropic_body() if is_anthropic else self.openai_body()
-        content = orjson.dumps(body)
-        return Response(content, self.status, headers, media_type="application/json")
+        return json_response(body, self.status, headers)
 
     def _type(self, server_error: str) -> str:
         is_client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
         return "invalid_request_error" if is_client_error else server_error
 
 
-def error_body(error: OutriderError) -> dict[str, Any]:
-    """Returns the JSON object of an error in OpenAI's shape, for an event of a stream."""
-    return Problem.of(error).openai_body()
-
-
-def http_status(error: OutriderError) -> HTTPStatus:
-    """Returns the HTTP status of an error."""
-    return _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+def json_response(
+    body: Any, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns a response with JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def error_response(error: OutriderError, path: str) -> Response:

@@ -251,6 +251,11 @@ class GenerationBody(SharedFields):
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
+    @property
+    def num_shown(self) -> int:
+        """Choices shown for each prompt."""
+        return 1 if self.n is None else self.n
+
 
 class CompletionRequest(GenerationBody):
     """Body of `/v1/completions`."""

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
 
-import orjson
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -19,10 +18,10 @@ from gateway.answer import Answer
 from gateway.api_keys import current_quota, owner_of_request
 from gateway.bodies import chat_completion
 from gateway.choice import Choice, FinalChoice
-from gateway.event_stream import EventStream, OnEnd, whole_answer
-from gateway.failures import Aborted, Problem, give_notice
+from gateway.event_stream import OnEnd, respond, whole_answer
+from gateway.failures import Aborted, Problem, give_notice, json_response
 from gateway.planner import Plan
-from gateway.responses.answer import ResponseChunks, ResponseText
+from gateway.responses.answer import ResponseEncoder
 from gateway.responses.chat import (
     COMPACTION_PROMPT,
     History,
@@ -78,8 +77,8 @@ class BackgroundResponse:
     def __init__(self, plan: ResponsePlan, answer: Answer, tokenizer: Tokenizer) -> None:
         self.plan = plan
         self.answer = answer
-        self.chunks = ResponseChunks(plan, tokenizer, self._set_body)
-        self.body: dict[str, Any] = self.chunks.response() | {"status": "queued"}
+        self.encoder = ResponseEncoder(plan, tokenizer, self._set_body)
+        self.body: dict[str, Any] = self.encoder.response() | {"status": "queued"}
         self.events: list[bytes] = []
         self.is_wanted = True
         self._is_over = False
@@ -87,13 +86,13 @@ class BackgroundResponse:
 
     @property
     def stored(self) -> StoredResponse:
-        is_stream = self.plan.chat.is_stream
+        is_stream = self.plan.chat.body.stream
         events = self.events if is_stream else None
         return StoredResponse(self.body, self.plan.history.new_items, events)
 
     def add(self, chunk: bytes) -> int:
         """Adds the events of a chunk; returns how many of its bytes are kept."""
-        if not self.plan.chat.is_stream:
+        if not self.plan.chat.body.stream:
             return 0
         self.events += [event + b"\n\n" for event in chunk.split(b"\n\n")[:-1]]
         self._wake()
@@ -190,24 +189,24 @@ class BackgroundResponses:
             response.end()
 
     async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
-        chunks, answer = response.chunks, response.answer
+        encoder, answer = response.encoder, response.answer
         async with answer.running():
-            response.body = chunks.response()
+            response.body = encoder.response()
             if response.is_wanted:
                 log_failure(self._store.put(owner, response.stored))
             (choice,) = answer.choices
-            yield chunks.opening(choice, b"")
-            yield chunks.news(choice, b"")
+            yield encoder.opening(choice)
+            yield encoder.news(choice)
             while answer.num_open:
                 await answer.step()
-                yield chunks.news(choice, b"")
-            yield chunks.closing(answer.choices)
+                yield encoder.news(choice)
+            yield encoder.closing(answer.choices)
 
     def _fail(
         self, response: BackgroundResponse, status: str, error: dict[str, Any] | None
     ) -> None:
-        response.body = response.chunks.response() | {"status": status, "error": error}
-        response.add(response.chunks.ended(response.body))
+        response.body = response.encoder.response() | {"status": status, "error": error}
+        response.add(response.encoder.ended(response.body))
 
     def _check_room(self) -> None:
         """Raises:
@@ -270,13 +269,8 @@ def _add_generation(
 
         if body.background and background is not None:
             running = await background.start(owner, plan, answer)
-            return _events(running.follow()) if body.stream else _json(running.body)
-        if plan.chat.is_stream:
-            return EventStream(answer, ResponseChunks(plan, tokenizer, on_end))
-        (final_choice,) = await whole_answer(answer, request.receive)
-        response = ResponseText(plan, tokenizer).whole(final_choice)
-        on_end(response)
-        return _json(response)
+            return _events(running.follow()) if body.stream else json_response(running.body)
+        return await respond(answer, ResponseEncoder(plan, tokenizer, on_end), request.receive)
 
 
 def _add_counting(app: FastAPI, gateway: Gateway) -> None:
@@ -292,19 +286,17 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
         prompted = History([*history.items, ("input", prompt_item)], (), False)
         plain_body = body.model_copy(update={"tools": None, "tool_choice": None, "text": None})
         plan = await _planned(gateway, plain_body, prompted)
-        (final_choice,) = await whole_answer(
-            Answer(plan.chat, gateway, "responses"), request.receive
-        )
-        text = ResponseText(plan, gateway.text.tokenizer)
-        response = text.whole(final_choice)
+        answer = Answer(plan.chat, gateway, "responses")
+        encoder = ResponseEncoder(plan, gateway.text.tokenizer)
+        response = encoder.whole(await whole_answer(answer, request.receive))
         compaction = {
             "id": plan.chat.request_id,
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": compacted([item for _, item in history.items], text.message_text),
+            "output": compacted([item for _, item in history.items], encoder.message_text),
             "usage": response["usage"],
         }
-        return _json(compaction)
+        return json_response(compaction)
 
 
 def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundResponses) -> None:
@@ -315,8 +307,8 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
         owner = owner_of_request()
         running = background.find(owner, response_id)
         if not stream:
-            return _json((await store.response(owner, response_id)).body)
-        if running is not None and running.plan.chat.is_stream:
+            return json_response((await store.response(owner, response_id)).body)
+        if running is not None and running.plan.chat.body.stream:
             return _events(running.follow(starting_after))
         stored = await _ended(store, owner, response_id)
         if stored.events is None:
@@ -341,7 +333,7 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
         if not body["background"]:
             message = "Cannot cancel a synchronous response."  # OpenAI's words
             raise InvalidArgument.of("NOT_IN_BACKGROUND", "response_id", message)
-        return _json(body)
+        return json_response(body)
 
     @app.get("/v1/responses/{response_id}/input_items", tags=["openai"])
     async def input_items(
@@ -366,11 +358,6 @@ async def _ended(store: ResponseStore, owner: str, response_id: str) -> StoredRe
         if stored.events is None or not stored.is_running:
             return stored
         await asyncio.sleep(_POLL_S)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    # Not checked against the package's type: the body repeats request fields it may not allow.
-    return Response(orjson.dumps(body), media_type="application/json")
 
 
 def _events(events: AsyncIterator[bytes]) -> Response:
