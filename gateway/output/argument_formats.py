@@ -279,113 +279,83 @@ def tagged(tags: Tags, schemas: Mapping[str, Schema]) -> Format:
     beginnings = (tags.begin, tags.before_name) if tags.before_name else (tags.begin,)
 
     def read(reader: Reader, parts: Parts) -> Steps:
-        while (seen := (yield from reader.copy_until(beginnings, parts.content))) is not None:
-            while (yield from _Call(reader, parts, tags, schemas, seen).read()):
-                if not tags.call_end:
+        while (before := (yield from reader.copy_until(beginnings, parts.content))) is not None:
+            while True:
+                reader.mark(before)
+                is_whole = yield from _tagged_call(reader, parts, tags, schemas, before)
+                seen = reader.seen()
+                if not is_whole:
+                    parts.content(seen)
+                if not is_whole or not tags.call_end:
                     break
-                seen = yield from reader.take_space()
+                before = yield from reader.take_space()
                 if (yield from reader.take(tags.end)):
                     break
 
     return read
 
 
-class _Call:
-    """Reads one call.
+def _tagged_call(
+    reader: Reader, parts: Parts, tags: Tags, schemas: Mapping[str, Schema], before: str
+) -> Waiting[bool]:
+    """Reads one call; returns whether it is complete. If not, what the reader has seen is content.
 
     Args:
-        seen: the marker read before the call; it is content if this turns out to be no call.
+        before: the marker read before the call.
     """
-
-    def __init__(
-        self, reader: Reader, parts: Parts, tags: Tags, schemas: Mapping[str, Schema], seen: str
-    ) -> None:
-        self._reader = reader
-        self._parts = parts
-        self._tags = tags
-        self._schemas = schemas
-        self._seen = seen
-        self._schema: Schema = {}
-        self._writer: ArgumentWriter | None = None
-
-    def read(self) -> Waiting[bool]:
-        """Returns whether the call is complete; if not, the text read so far becomes content."""
-        is_whole = yield from self._call()
-        if not is_whole:
-            self._parts.content(self._seen)
-        return is_whole
-
-    def _call(self) -> Waiting[bool]:
-        tags = self._tags
-        is_bare = bool(tags.before_name) and self._seen == tags.before_name
-        if not is_bare:
-            yield from self._space()
-            if not (yield from self._take(tags.before_name)):
-                return False
-        name = yield from self._reader.take_to(_AFTER_NAME)
-        self._seen += name
-        if not name or (is_bare and name not in self._schemas):
+    is_bare = bool(tags.before_name) and before == tags.before_name
+    if not is_bare:
+        yield from reader.take_space()
+        if not (yield from reader.take(tags.before_name)):
             return False
-        if not (yield from self._take(tags.after_name)):
-            return False
-        while True:
-            yield from self._space()
-            if (yield from self._take(tags.key)):
-                if not (yield from self._argument(name)):
-                    return False
-            elif (yield from self._take(tags.call_end or tags.end)):
-                self._begin(name).end()
-                return True
-            else:
+    name = yield from reader.take_to(_AFTER_NAME)
+    if not name or (is_bare and name not in schemas):
+        return False
+    if not (yield from reader.take(tags.after_name)):
+        return False
+    schema, writer = schemas.get(name, {}), None
+    while True:
+        yield from reader.take_space()
+        if not (yield from reader.take(tags.key)):
+            if not (yield from reader.take(tags.call_end or tags.end)):
                 return False
-
-    def _argument(self, name: str) -> Waiting[bool]:
-        tags = self._tags
-        key, marker = yield from self._reader.take_until((tags.after_key,))
-        self._seen += key + (marker or "")
+            (writer or ArgumentWriter(parts.begin_call(name))).end()
+            return True
+        key, marker = yield from reader.take_until((tags.after_key,))
         if marker is None:
             return False
         if tags.before_value:
-            yield from self._space()
-            if not (yield from self._take(tags.before_value)):
+            yield from reader.take_space()
+            if not (yield from reader.take(tags.before_value)):
                 return False
-        writer = self._begin(name)
+        writer = writer or ArgumentWriter(parts.begin_call(name))
         writer.key(key)
-        self._seen = ""
-        return (yield from self._value(writer, key))
-
-    def _value(self, writer: ArgumentWriter, key: str) -> Waiting[bool]:
-        """Writes a value: a string as it arrives, any other value when it is complete."""
-        end = self._tags.value_end
-        ends: tuple[str, ...] = (end,)
-        if self._tags.is_padded:
-            ends = (f"\n{end}", end)
-            yield from self._reader.take("\n")
-        types = types_of(property_schema(self._schema, key), self._schema)
-        if types == {"string"}:
-            writer.value('"')
-            if (yield from self._reader.copy_until(ends, writer.text)) is None:
-                return False
-            writer.value('"')
-            return True
-        text, marker = yield from self._reader.take_until(ends)
-        writer.value(text if marker is None else argument_json(text, types))
-        return marker is not None
-
-    def _begin(self, name: str) -> ArgumentWriter:
-        if self._writer is None:
-            self._schema = self._schemas.get(name, {})
-            self._writer = ArgumentWriter(self._parts.begin_call(name))
-        return self._writer
-
-    def _space(self) -> Waiting[None]:
-        self._seen += yield from self._reader.take_space()
-
-    def _take(self, text: str) -> Waiting[bool]:
-        if not (yield from self._reader.take(text)):
+        is_whole = yield from _tagged_value(
+            reader, tags, writer, property_schema(schema, key), schema
+        )
+        reader.mark()
+        if not is_whole:
             return False
-        self._seen += text
+
+
+def _tagged_value(
+    reader: Reader, tags: Tags, writer: ArgumentWriter, schema: Schema, root: Schema
+) -> Waiting[bool]:
+    """Writes a value: a string as it arrives, any other value when it is complete."""
+    ends: tuple[str, ...] = (tags.value_end,)
+    if tags.is_padded:
+        ends = (f"\n{tags.value_end}", tags.value_end)
+        yield from reader.take("\n")
+    types = types_of(schema, root)
+    if types == {"string"}:
+        writer.value('"')
+        if (yield from reader.copy_until(ends, writer.text)) is None:
+            return False
+        writer.value('"')
         return True
+    text, marker = yield from reader.take_until(ends)
+    writer.value(text if marker is None else argument_json(text, types))
+    return marker is not None
 
 
 def pythonic(names: Collection[str]) -> Format:
@@ -400,70 +370,66 @@ def pythonic(names: Collection[str]) -> Format:
     """
 
     def read(reader: Reader, parts: Parts) -> Steps:
-        seen = yield from reader.take_space()
+        reader.mark()
+        yield from reader.take_space()
         for mark in (PYTHON_START, PYTHON_TAG):
             if (yield from reader.take(mark)):
-                seen = yield from reader.take_space()
-        if (yield from reader.take("[")):
-            yield from _calls(reader, parts, names, f"{seen}[")
-        else:
+                reader.mark()
+                yield from reader.take_space()
+        is_list = (yield from reader.take("[")) and (yield from _calls(reader, parts, names))
+        seen = reader.seen()
+        if not is_list:
             parts.content(seen)
         yield from reader.copy_until((), parts.content)
 
     return read
 
 
-def _calls(reader: Reader, parts: Parts, names: Collection[str], seen: str) -> Waiting[None]:
+def _calls(reader: Reader, parts: Parts, names: Collection[str]) -> Waiting[bool]:
+    """Reads calls to the end of the list; returns whether it is complete. If not, what the reader
+    has seen is content."""
     while True:
-        seen += yield from reader.take_space()
-        no_call = yield from _call(reader, parts, names, seen)
-        if no_call is not None:
-            parts.content(no_call)
-            return
-        seen = yield from reader.take_space()
+        yield from reader.take_space()
+        if not (yield from _call(reader, parts, names)):
+            return False
+        reader.mark()
+        yield from reader.take_space()
         if not (yield from reader.take(",")):
             break
-        seen += ","
     if not (yield from reader.take("]")):
-        parts.content(seen)
-        return
-    seen = yield from reader.take_space()
-    if not (yield from reader.take(PYTHON_END)):
-        parts.content(seen)
+        return False
+    reader.mark()
+    yield from reader.take_space()
+    return (yield from reader.take(PYTHON_END))
 
 
-def _call(reader: Reader, parts: Parts, names: Collection[str], seen: str) -> Waiting[str | None]:
-    """Returns None for a complete call, else the text that turned out to be no call.
-
-    Args:
-        seen: the text before the call, which then is no call either.
-    """
+def _call(reader: Reader, parts: Parts, names: Collection[str]) -> Waiting[bool]:
+    """Reads one call; returns whether it is complete."""
     name = yield from reader.take_to(_AFTER_NAME)
-    seen += name
     if name not in names or not (yield from reader.take("(")):
-        return seen
+        return False
     writer: ArgumentWriter | None = None
-    seen += "("
     while True:
-        seen += yield from reader.take_space()
+        yield from reader.take_space()
         if (yield from reader.take(")")):
             (writer or ArgumentWriter(parts.begin_call(name))).end()
-            return None
+            return True
         key = yield from reader.take_to(_AFTER_NAME)
-        seen += key + (yield from reader.take_space())
+        yield from reader.take_space()
         if not key or not (yield from reader.take("=")):
-            return seen
+            return False
         written = yield from _literal(reader)
         try:
             value = json.dumps(literal_value(written), ensure_ascii=False)
         except ValueError:
-            return f"{seen}={written}"
+            return False
         if (yield from reader.peek()) not in (",", ")"):
-            return f"{seen}={written}"
+            return False
         writer = writer or ArgumentWriter(parts.begin_call(name))
         writer.key(key)
         writer.value(value)
-        seen = "," if (yield from reader.take(",")) else ""
+        reader.mark()
+        yield from reader.take(",")
 
 
 def _literal(reader: Reader) -> Waiting[str]:

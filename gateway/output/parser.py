@@ -46,6 +46,7 @@ class Reader:
     def __init__(self) -> None:
         self.num_fed = 0
         self._text = ""
+        self._seen: str | None = None
         self._has_ended = False
 
     @property
@@ -75,8 +76,7 @@ class Reader:
             if matches:
                 start, marker = min(matches)
                 self._emit(start, emit)
-                self._text = self._text[len(marker) :]
-                return marker
+                return self._advance(len(marker))
             num_held = 0 if self._has_ended else held_length(self._text, markers)
             self._emit(len(self._text) - num_held, emit)
             if self._has_ended:
@@ -93,7 +93,7 @@ class Reader:
         """Reads past `text` if it comes next; returns whether it came next."""
         while True:
             if self._text.startswith(text):
-                self._text = self._text[len(text) :]
+                self._advance(len(text))
                 return True
             if self._has_ended or not text.startswith(self._text):
                 return False
@@ -104,8 +104,7 @@ class Reader:
         space = ""
         while True:
             rest = self._text.lstrip(_SPACE)
-            space += self._text[: len(self._text) - len(rest)]
-            self._text = rest
+            space += self._advance(len(self._text) - len(rest))
             if rest or self._has_ended:
                 return space
             yield
@@ -115,12 +114,23 @@ class Reader:
         text = ""
         while True:
             match = end.search(self._text)
-            length = len(self._text) if match is None else match.start()
-            text += self._text[:length]
-            self._text = self._text[length:]
+            text += self._advance(len(self._text) if match is None else match.start())
             if match is not None or self._has_ended:
                 return text
             yield
+
+    def mark(self, before: str = "") -> None:
+        """Begins to remember what is read, in case that it turns out to be no call.
+
+        Args:
+            before: text that was read before and belongs to it.
+        """
+        self._seen = before
+
+    def seen(self) -> str:
+        """Returns the text since `mark`, and remembers no more."""
+        seen, self._seen = self._seen or "", None
+        return seen
 
     def unread(self, text: str) -> None:
         """Puts text back, to be read again."""
@@ -195,9 +205,16 @@ class Reader:
             yield
 
     def _emit(self, length: int, emit: Emit) -> None:
-        text, self._text = self._text[:length], self._text[length:]
+        text = self._advance(length)
         if text:
             emit(text)
+
+    def _advance(self, length: int) -> str:
+        """Reads and returns so many characters."""
+        text, self._text = self._text[:length], self._text[length:]
+        if self._seen is not None:
+            self._seen += text
+        return text
 
 
 @dataclass(frozen=True, slots=True)

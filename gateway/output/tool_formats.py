@@ -58,20 +58,14 @@ def read_call(
         None for a call. Otherwise the text read so far: it is not an object, or has no name, or not
         the name of a tool. Malformed text after the name ends the arguments there.
     """
-    seen: list[str] = []
     early: list[str] = []  # arguments that came before the name
     has_arguments = False
     emit: Emit | None = None
-    if not (yield from _take(reader, "{", seen)):
-        return "".join(seen)
-    while True:
-        key = yield from _key(reader, seen)
-        if key is None:
-            break
+    reader.mark()
+    key = (yield from _key(reader)) if (yield from _take(reader, "{")) else None
+    while key is not None:
         if key == "name" and emit is None:
-            written = yield from reader.take_json()
-            seen.append(written)
-            name = _text_of(written)
+            name = _text_of((yield from reader.take_json()))
             if name is None or not is_tool(name):
                 break
             emit = parts.begin_call(name)
@@ -79,55 +73,46 @@ def read_call(
                 emit(text)
         elif key in _ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
-            yield from _arguments(reader, seen, early.append if emit is None else emit)
+            yield from _arguments(reader, early.append if emit is None else emit)
         else:
-            seen.append((yield from reader.take_json()))
-        if not (yield from _take(reader, ",", seen)):
-            yield from _take(reader, "}", seen)
+            yield from reader.take_json()
+        if not (yield from _take(reader, ",")):
+            yield from _take(reader, "}")
             break
+        key = yield from _key(reader)
+    seen = reader.seen()
     if emit is None:
-        return "".join(seen)
+        return seen
     if not has_arguments:
         emit("{}")
     return None
 
 
-def _arguments(reader: Reader, seen: list[str], emit: Emit) -> Waiting[None]:
+def _arguments(reader: Reader, emit: Emit) -> Waiting[None]:
     """Passes the arguments to `emit` as written, or the content of a string that holds them."""
     if (yield from reader.peek()) == '"':
-        written = yield from reader.take_json()
-        seen.append(written)
-        emit(_text_of(written) or "")
-        return
-
-    def both(text: str) -> None:
-        seen.append(text)
-        emit(text)
-
-    yield from reader.copy_json(both)
+        emit(_text_of((yield from reader.take_json())) or "")
+    else:
+        yield from reader.copy_json(emit)
 
 
-def _key(reader: Reader, seen: list[str]) -> Waiting[str | None]:
+def _key(reader: Reader) -> Waiting[str | None]:
     """Reads `"key":` and the white space around it; None when something else comes."""
-    seen.append((yield from reader.take_space()))
+    yield from reader.take_space()
     if (yield from reader.peek()) != '"':
-        yield from _take(reader, "}", seen)
+        yield from _take(reader, "}")
         return None
     written = yield from reader.take_json()
-    seen.append(written)
-    if not (yield from _take(reader, ":", seen)):
+    if not (yield from _take(reader, ":")):
         return None
-    seen.append((yield from reader.take_space()))
+    yield from reader.take_space()
     return _text_of(written)
 
 
-def _take(reader: Reader, text: str, seen: list[str]) -> Waiting[bool]:
+def _take(reader: Reader, text: str) -> Waiting[bool]:
     """Reads past white space and `text` if it comes next; returns whether it came next."""
-    seen.append((yield from reader.take_space()))
-    if not (yield from reader.take(text)):
-        return False
-    seen.append(text)
-    return True
+    yield from reader.take_space()
+    return (yield from reader.take(text))
 
 
 def _text_of(written: str) -> str | None:
@@ -142,10 +127,9 @@ def _text_of(written: str) -> str | None:
 def hermes(reader: Reader, parts: Parts) -> Steps:
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen 2.5 and 3, and others."""
     while (yield from reader.copy_until((HERMES_BEGIN,), parts.content)):
-        space = yield from reader.take_space()
         no_call = yield from read_call(reader, parts)
         if no_call is not None:
-            parts.content(HERMES_BEGIN + space + no_call)
+            parts.content(HERMES_BEGIN + no_call)
             continue
         rest, marker = yield from reader.take_until((HERMES_END, HERMES_BEGIN))
         if marker == HERMES_BEGIN:  # the end was forgotten
