@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
+from starlette.types import Receive
 
 from gateway.api_keys import current_quota
 from gateway.bodies import whole_calls
@@ -28,7 +29,6 @@ from gateway.pool import RoutedGeneration
 from gateway.schema_trial import Verdict, unknown
 from shared.generation import Delta, PromptScored, Started
 from shared.grammar import JsonSchema
-from shared.rpc.server import Lifecycle
 from shared.tokens import FinishReason
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class Inbox:
             if event.trace is not None:
                 event.trace = self._nodes.admit(event.trace)
             if self._num_unread_tokens > self._max_unread_tokens:
-                self.close(ClientTooSlow.of(self._max_unread_tokens))
+                message = f"the client left more than {self._max_unread_tokens:,} tokens unread"
+                self.close(ClientTooSlow(message, reason="CLIENT_TOO_SLOW"))
                 self._on_overflow()
                 return
         self._events.append((index, event))
@@ -117,42 +118,6 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class OpenAnswers:
-    """The open answers: one for each HTTP request, with any number of choices."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._answers: set[Answer] = set()
-
-    @contextmanager
-    def holding(self, answer: Answer) -> Iterator[None]:
-        """Counts an answer as open."""
-        self._answers.add(answer)
-        self._lifecycle.count(1)
-        try:
-            yield
-        finally:
-            self._answers.discard(answer)
-            self._lifecycle.count(-1)
-
-    def abort(self, request_id: str | None, owner: str | None = None) -> int:
-        """Aborts the answers with this id or `x-request-id`; returns how many there were.
-
-        Args:
-            request_id: None aborts all.
-            owner: aborts only answers of this owner; None aborts everybody's.
-        """
-        matches = [
-            answer
-            for answer in self._answers
-            if request_id in (None, answer.request_id, answer.trace_id)
-            and owner in (None, answer.owner)
-        ]
-        for answer in matches:
-            answer.abort()
-        return len(matches)
-
-
 class Answer:
     """Submits the generations of a plan and follows their events.
 
@@ -190,39 +155,55 @@ class Answer:
         return self.plan.generations[0].request_id
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self, receive: Receive | None = None) -> AsyncIterator[None]:
         """Submits every generation and enters the block at the first event. Nothing has been sent
         to the client until then. Leaving the block cancels the generations that still run, after an
         error, a client that went away, or choices that a stop string ended.
+
+        Args:
+            receive: tells when the client goes away; None where no client waits.
 
         Raises:
             OutriderError: no target took the request.
         """
         gateway, error = self._gateway, None
-        with gateway.open_answers.holding(self):
-            record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
-            self._record = record
-            try:
-                name = self.plan.model.name
-                for index, generation in enumerate(self.plan.generations):
-                    generation = replace(
-                        generation,
-                        traceparent=record.traceparent,
-                        timeout_s=gateway.settings.request_timeout_s,
-                        never_learnt=self._quota is not None and self._quota.never_learnt,
-                    )
-                    deliver = partial(self._inbox.put, index)
-                    self._routed.append(gateway.pool.submit(generation, name, deliver))
-                await self.step()
-                yield
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                self.cancel()
-                num_output = record.end(self.choices, error)
-                if self._quota is not None and num_output:  # a request without output is free
-                    self._quota.charge(self.plan.num_prompt_tokens + num_output)
+        record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
+        self._record = record
+        watch = None if receive is None else asyncio.create_task(self._watch(receive))
+        gateway.open_answers.add(self)
+        gateway.lifecycle.count(1)
+        try:
+            name = self.plan.model.name
+            for index, generation in enumerate(self.plan.generations):
+                generation = replace(
+                    generation,
+                    traceparent=record.traceparent,
+                    timeout_s=gateway.settings.request_timeout_s,
+                    never_learnt=self._quota is not None and self._quota.never_learnt,
+                )
+                deliver = partial(self._inbox.put, index)
+                self._routed.append(gateway.pool.submit(generation, name, deliver))
+            await self.step()
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if watch is not None:
+                watch.cancel()
+            self.cancel()
+            num_output = record.end(self.choices, error)
+            if self._quota is not None and num_output:  # a request without output is free
+                self._quota.charge(self.plan.num_prompt_tokens + num_output)
+            gateway.open_answers.discard(self)
+            gateway.lifecycle.count(-1)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancels every generation and makes `step` raise `ClientGone` once the client is away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+        self._inbox.close(ClientGone())
 
     async def step(self) -> Collection[Choice]:
         """Waits for events and applies them; returns the changed choices, each once.
@@ -287,16 +268,12 @@ class Answer:
 
         self._inbox.take_now = take_now
 
-    def abandon(self) -> None:
-        """Cancels every generation and makes `step` raise `ClientGone`: the client went away."""
-        self.cancel()
-        self._inbox.close(ClientGone())
-
     def abort(self) -> None:
         """Cancels every generation and makes `step` raise `Aborted` after the events that have
         arrived: the client gets the output so far."""
         self.cancel()
-        self._inbox.end(Aborted.of(self.request_id))
+        message = f"request {self.request_id} was aborted"
+        self._inbox.end(Aborted(message, reason="REQUEST_ABORTED"))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs."""

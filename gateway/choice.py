@@ -278,12 +278,6 @@ class FinalChoice:
     piece: Piece
     index: int
 
-    @property
-    def finish_reason(self) -> str:
-        name = self.choice.finish_name
-        assert name is not None, "a response is built after its choices have ended"
-        return name
-
 
 def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[FinalChoice]:
     """Returns the `n` best of the `best_of` choices of each prompt, best first, renumbered.

@@ -240,9 +240,8 @@ class EventStream(Response):
         self._encoder = encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_watch_disconnect(self._answer, receive))
         try:
-            async with self._answer.running():
+            async with self._answer.running(receive):
                 await send(_START)
                 # A task with a short stack: waking the request's task walks through the frames of
                 # all middleware, and a stream is woken once a step.
@@ -250,8 +249,6 @@ class EventStream(Response):
                 await asyncio.create_task(self._send_choices(send, writer))
         except (ClientGone, _Reported):
             return
-        finally:
-            watch.cancel()
 
     async def _send_choices(self, send: Send, writer: BodyWriter | None) -> None:
         answer, encoder = self._answer, self._encoder
@@ -290,20 +287,9 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
         OutriderError: a generation failed.
         ClientGone: the client closed the connection.
     """
-    watch = asyncio.create_task(_watch_disconnect(answer, receive))
-    try:
-        async with answer.running():
-            while answer.num_open:
-                await answer.step()
-    finally:
-        watch.cancel()
+    async with answer.running(receive):
+        while answer.num_open:
+            await answer.step()
     return [
         FinalChoice(choice, choice.take() or Piece(""), choice.index) for choice in answer.choices
     ]
-
-
-async def _watch_disconnect(answer: Answer, receive: Receive) -> None:
-    """Abandons an answer when its client goes away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answer.abandon()

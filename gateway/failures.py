@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.json_body import MalformedBody
 from shared.errors import Cancelled, InvalidArgument, OutriderError, StatusCode
 from shared.telemetry.tracing import current_request_id
 
@@ -77,20 +76,11 @@ class ClientGone(Exception):
 class Aborted(Cancelled):
     """The request was aborted by its id."""
 
-    @classmethod
-    def of(cls, request_id: str) -> Self:
-        return cls(f"request {request_id} was aborted", reason="REQUEST_ABORTED")
-
 
 class ClientTooSlow(OutriderError):
     """The client left so much unread that its backlog reached the bound."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
-
-    @classmethod
-    def of(cls, limit: int) -> Self:
-        message = f"the client left more than {limit:,} tokens unread"
-        return cls(message, reason="CLIENT_TOO_SLOW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +98,6 @@ class Problem:
         param = error.violations[0].field if error.violations else None
         code = _OPENAI_CODES.get(error.reason, error.reason.lower())
         return cls(status, error.message, code, param)
-
-    @classmethod
-    def of_request(cls, error: OutriderError) -> Problem:
-        """Returns the problem of a request to administer targets. A target's refusal because of its
-        state is a 400, as in SGLang."""
-        problem = cls.of(error)
-        if error.code is StatusCode.FAILED_PRECONDITION:
-            return replace(problem, status=HTTPStatus.BAD_REQUEST)
-        return problem
 
     def openai_body(self) -> dict[str, Any]:
         name = _TYPES.get(self.status, self._type("server_error"))
@@ -154,7 +135,17 @@ def error_response(error: OutriderError, path: str) -> Response:
     return Problem.of(error).response(path, headers)
 
 
-FAILURES = (OutriderError, MalformedBody, RequestValidationError, HTTPException, ClientGone)
+def refused_by_target(error: OutriderError) -> Response:
+    """Returns the answer to a request to administer targets, in SGLang's shape. A target's refusal
+    because of its state is a 400, as in SGLang."""
+    problem = Problem.of(error)
+    is_of_state = error.code is StatusCode.FAILED_PRECONDITION
+    status = HTTPStatus.BAD_REQUEST if is_of_state else problem.status
+    body = replace(problem, status=status).openai_body()
+    return json_response({"success": False, "message": error.message, **body}, status)
+
+
+FAILURES = (OutriderError, RequestValidationError, HTTPException, ClientGone)
 """Exceptions that end a request and are no bugs of the gateway."""
 
 
@@ -164,10 +155,10 @@ async def on_error(request: Request, error: Exception) -> Response:
     match error:
         case OutriderError():
             return error_response(error, path)
-        case MalformedBody():
-            return error_response(error.error, path)
         case RequestValidationError():  # OpenAI answers 400 where FastAPI would answer 422
             return Problem.of(_invalid_body(error.errors())).response(path)
+        case HTTPException(__cause__=OutriderError() as cause):  # FastAPI's, while it reads a body
+            return error_response(cause, path)
         case HTTPException():
             status = HTTPStatus(error.status_code)
             code = _HTTP_CODES.get(status, status.name.lower())

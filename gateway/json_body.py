@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,19 +20,6 @@ from shared.errors import InvalidArgument
 MAX_DEPTH = 128
 _OPENING = (b"{", b"[")
 _MAX_SHOWN_PATH = 200  # characters of a field's path in a message
-
-
-class MalformedBody(HTTPException):
-    """A body is refused while it is read. An `HTTPException`, because FastAPI passes on no other
-    kind of exception then.
-
-    Attributes:
-        error: the error for the client.
-    """
-
-    def __init__(self, error: InvalidArgument) -> None:
-        super().__init__(400, error.message)
-        self.error = error
 
 
 class JsonRoute(APIRoute):
@@ -50,10 +36,7 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        try:
-            return parse_json(await self.body())
-        except InvalidArgument as error:
-            raise MalformedBody(error) from error
+        return parse_json(await self.body())
 
 
 def parse_json(content: bytes, field: str = "") -> Any:

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from gateway.answer import Answer
 from gateway.api_keys import check_may_operate, current_quota
 from gateway.event_stream import whole_answer
-from gateway.failures import Problem
+from gateway.failures import json_response, refused_by_target
 from gateway.generation import TargetModel
 from gateway.metrics import INTERVAL_S
 from gateway.native.schema import AbortRequest, DetokenizeRequest, TokenizeRequest
@@ -155,22 +155,20 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         try:
             freed = await asyncio.gather(*(admin.flush(only_when_idle=True) for admin in admins))
         except FailedPrecondition as error:
-            problem = Problem.of_request(error)
-            body = {"success": False, "message": error.message, **problem.openai_body()}
-            return JSONResponse(body, problem.status)
+            return refused_by_target(error)
         pages = {admin.address: count for admin, count in zip(admins, freed, strict=True)}
-        return JSONResponse({"success": True, "freed_page_count": pages})
+        return json_response({"success": True, "freed_page_count": pages})
 
     @app.post("/abort_request", tags=["server"])
     async def abort_request(body: AbortRequest) -> dict[str, int]:
         quota = current_quota.get()
         owner = None if quota is None or quota.scope.may_operate else quota.name
         if body.abort_all:
-            return {"aborted_request_count": gateway.open_answers.abort(None, owner)}
+            return {"aborted_request_count": gateway.abort(None, owner)}
         if not body.rid:
             message = "rid names no request; give one, or abort_all"
             raise InvalidArgument.of("RID_MISSING", "rid", message)
-        return {"aborted_request_count": gateway.open_answers.abort(body.rid, owner)}
+        return {"aborted_request_count": gateway.abort(body.rid, owner)}
 
 
 def _load(status: TargetStatus | None) -> dict[str, Any]:
