@@ -43,11 +43,6 @@ def delta_fields(piece: Piece) -> dict[str, Any]:
     return fields | _reasoning(piece)
 
 
-def reasoning_text(parts: Sequence[Part]) -> str:
-    """Returns the reasoning of an output."""
-    return "".join(part.text for part in parts if isinstance(part, Reasoning))
-
-
 def whole_calls(parts: Sequence[Part]) -> list[tuple[CallBegun, str]]:
     """Returns the calls of an output, each with its arguments as written."""
     calls: dict[int, CallBegun] = {}
@@ -62,7 +57,7 @@ def whole_calls(parts: Sequence[Part]) -> list[tuple[CallBegun, str]]:
 
 def _reasoning(piece: Piece) -> dict[str, Any]:
     """Both names are in use: `reasoning` is vLLM's new name, the other its old and DeepSeek's."""
-    text = reasoning_text(piece.parts)
+    text = "".join(part.text for part in piece.parts if isinstance(part, Reasoning))
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 

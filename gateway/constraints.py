@@ -19,6 +19,7 @@ from gateway.schema import (
     KnownFields,
     ResponseFormat,
     StructuredOutputs,
+    required,
     unimplemented,
 )
 from shared.errors import InvalidArgument
@@ -75,19 +76,6 @@ class AnswerSchemas:
 
     text: JsonSchema | None
     calls: Mapping[str, JsonSchema]
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSchema:
-    """A schema that a grammar can enforce.
-
-    Attributes:
-        schema: allows every value that the whole schema allows.
-        unenforced: keywords of the whole schema that it lacks, sorted.
-    """
-
-    schema: JsonSchema
-    unenforced: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +149,11 @@ def _enforceable_grammar(grammar: Grammar, notices: list[str]) -> tuple[Grammar,
         return grammar, None
     if not isinstance(whole, dict):
         return grammar, None
-    enforced = grammar_schema(whole)
-    if not enforced.unenforced:
+    enforced, unenforced = grammar_schema(whole)
+    if not unenforced:
         return grammar, None
-    notices.append(_notice("the schema of the answer", enforced.unenforced))
-    return Grammar.of(GrammarKind.JSON_SCHEMA, orjson.dumps(enforced.schema).decode()), whole
+    notices.append(_notice("the schema of the answer", unenforced))
+    return Grammar.of(GrammarKind.JSON_SCHEMA, orjson.dumps(enforced).decode()), whole
 
 
 def _enforceable_tools(
@@ -176,11 +164,11 @@ def _enforceable_tools(
     for tool in toolbox.tools:
         whole = dict(tool.schema)
         check_schema(whole)  # the gateway itself reads parts of it
-        enforced = grammar_schema(whole)
-        if enforced.unenforced:
+        enforced, unenforced = grammar_schema(whole)
+        if unenforced:
             calls[tool.name] = whole
-            notices.append(_notice(f"the schema of the tool {tool.name!r}", enforced.unenforced))
-        tools.append(replace(tool, schema=enforced.schema))
+            notices.append(_notice(f"the schema of the tool {tool.name!r}", unenforced))
+        tools.append(replace(tool, schema=enforced))
     return replace(toolbox, tools=tuple(tools)), calls
 
 
@@ -225,10 +213,8 @@ def _response_format_grammar(given: ResponseFormat) -> _FieldGrammar:
             return "response_format", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
         return "response_format.schema", GrammarKind.JSON_SCHEMA, given.content
     if given.type == "json_schema":
-        schema = None if given.json_schema is None else given.json_schema.content
-        if schema is None:
-            message = "response_format.json_schema.schema is missing"
-            raise InvalidArgument.of("FIELD_INVALID", "response_format.json_schema.schema", message)
+        schema: Any = None if given.json_schema is None else given.json_schema.content
+        schema = required("response_format.json_schema.schema", schema)
         return "response_format.json_schema", GrammarKind.JSON_SCHEMA, schema
     if given.type == "structural_tag":
         tag = {"type": "structural_tag", **(given.model_extra or {})}
@@ -255,8 +241,9 @@ def _grammar(kind: GrammarKind, value: Any) -> Grammar:
     return Grammar.of(kind, value if isinstance(value, str) else orjson.dumps(value).decode())
 
 
-def grammar_schema(whole: JsonSchema) -> GrammarSchema:
-    """Returns the enforceable part of a schema.
+def grammar_schema(whole: JsonSchema) -> tuple[JsonSchema, tuple[str, ...]]:
+    """Returns the part of a schema that a grammar can enforce, which allows every value that the
+    whole allows; and the keywords that it lacks, sorted.
 
     Raises:
         InvalidArgument: the part lacks a keyword of the schema, and the schema is wrong.
@@ -271,7 +258,7 @@ def grammar_schema(whole: JsonSchema) -> GrammarSchema:
     enforced = edited(whole, loosen)
     if unenforced:
         check_schema(whole)
-    return GrammarSchema(enforced, tuple(sorted(unenforced)))
+    return enforced, tuple(sorted(unenforced))
 
 
 def _drop_keywords(schema: JsonSchema, unenforced: set[str]) -> None:

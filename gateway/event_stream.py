@@ -91,16 +91,17 @@ class _OpenAiEncoder:
         self._body = answer.plan.body
         self._on_end = on_end
         self._tokenizer = tokenizer
-        self._options = self._body.stream_options or StreamOptions()
+        options = self._body.stream_options or StreamOptions()
+        self._has_usage, self._is_continuous = options.include_usage, options.is_continuous
         self._head = head(self._plan, kind)
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         # With `include_usage`, chunks before the last have a null usage.
-        self._after = b'}],"usage":null}\n\n' if self._options.include_usage else b"}]}\n\n"
+        self._after = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
 
     def _chunk(self, choice: Choice, fields: dict[str, Any], *, is_opening: bool = False) -> bytes:
         """Returns a chunk with the given fields of a choice."""
         after = self._after
-        if self._options.is_continuous:
+        if self._is_continuous:
             count = usage_of_prompt if is_opening else usage
             after = b'}],"usage":%b}\n\n' % orjson.dumps(count(self._plan, self._choices))
         return b"%b%d,%b%b" % (self._before, choice.index, orjson.dumps(fields)[1:-1], after)
@@ -113,7 +114,7 @@ class _OpenAiEncoder:
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         if self._on_end is not None:
             self._on_end(choices)
-        if not self._options.include_usage:
+        if not self._has_usage:
             return DONE
         return event({**self._head, "choices": [], **ending(self._plan, choices)}) + DONE
 
@@ -133,7 +134,7 @@ class ChatEncoder(_OpenAiEncoder):
             or text.output is not None
             or text.keeps_output
             or self._body.return_token_ids
-            or self._options.is_continuous
+            or self._is_continuous
         )
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after
 

@@ -379,8 +379,9 @@ class Planner:
             if not 0 <= start < num_tokens:
                 limit = f"[0, {num_tokens - 1}]"
                 raise InvalidArgument.out_of_range("prompt_logprob_start", start, limit)
-        seeds = [choice_seed(sampling.seed, choice) for choice in range(num_choices)]
-        samplings = [sampling, *(replace(sampling, seed=seed) for seed in seeds[1:])]
+        # The first choice has the request's own seed.
+        seeds = (choice_seed(sampling.seed, choice) for choice in range(1, num_choices))
+        samplings = [sampling, *(replace(sampling, seed=seed) for seed in seeds)]
         hidden = stops[0].stop_token_ids | (frozenset() if body.ignore_eos else model.eos_token_ids)
         # A completion's output is all text, reasoning included.
         hides_reasoning = isinstance(body, ChatCompletionRequest) and (

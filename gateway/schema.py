@@ -562,7 +562,7 @@ def unread(field: str, kind: str) -> InvalidArgument:
     return unimplemented(f"{field}.type", f"content of type {kind[:64]!r}")
 
 
-def required(field: str, value: str | None) -> str:
+def required(field: str, value: T | None) -> T:
     """Raises:
     InvalidArgument: the value is missing.
     """

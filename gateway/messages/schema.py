@@ -299,21 +299,15 @@ def _num_turns_to_keep(edit: ContextEdit, field: str) -> int | None:
 
 
 def _without_thoughts(turns: Sequence[Message], num_kept: int | None) -> Sequence[Message]:
-    thinking = [index for index, turn in enumerate(turns) if _thinks(turn)]
-    cleared = set() if num_kept is None else set(thinking[:-num_kept])
-    return [_cleared(turn) if index in cleared else turn for index, turn in enumerate(turns)]
-
-
-def _thinks(turn: Message) -> bool:
-    return turn.role == "assistant" and not isinstance(turn.content, str) and any(
-        block.type in _THOUGHTS for block in turn.content
-    )  # fmt: skip
-
-
-def _cleared(turn: Message) -> Message:
-    assert not isinstance(turn.content, str)
-    blocks = [block for block in turn.content if block.type not in _THOUGHTS]
-    return turn.model_copy(update={"content": blocks})
+    cleared: dict[int, Message] = {}
+    for index, turn in enumerate(turns if num_kept is not None else ()):
+        if turn.role == "assistant" and not isinstance(turn.content, str):
+            blocks = [block for block in turn.content if block.type not in _THOUGHTS]
+            if len(blocks) < len(turn.content):
+                cleared[index] = turn.model_copy(update={"content": blocks})
+    for index in list(cleared)[-num_kept:] if num_kept else ():
+        del cleared[index]
+    return [cleared.get(index, turn) for index, turn in enumerate(turns)]
 
 
 async def messages_plan(body: MessagesRequest, planner: Planner, model: TargetModel) -> Plan:

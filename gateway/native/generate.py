@@ -88,12 +88,6 @@ class GeneratePlan:
         """Returns the log probabilities that a choice reports."""
         return self.scores[index // self.completion.num_choices]
 
-    def id_of(self, index: int) -> str:
-        """Returns `meta_info.id` of a choice."""
-        return (
-            f"{self.completion.request_id}_{index}" if self.is_batch else self.completion.request_id
-        )
-
 
 async def generate_plan(
     body: GenerateRequest, planner: Planner, model: TargetModel
@@ -288,9 +282,10 @@ class GeneratedText:
 
     def _meta_info(self, aborted: Aborted | None) -> dict[str, Any]:
         choice = self.choice
+        request_id = self._plan.completion.request_id
         prompt = self._plan.completion.generations[choice.index].prompt_token_ids
         info: dict[str, Any] = {
-            "id": self._plan.id_of(choice.index),
+            "id": f"{request_id}_{choice.index}" if self._plan.is_batch else request_id,
             "finish_reason": _finish_reason(choice, aborted),
             "prompt_tokens": len(prompt),
             "completion_tokens": choice.num_output_tokens,

@@ -283,11 +283,6 @@ def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:
     return with_reasoning if starts_inside else any_of([with_reasoning, answer])
 
 
-def final_message(answer: Tag) -> Tag:
-    """Returns the format of a harmony answer that is not a call, with its header."""
-    return sequence(text(f"{CHANNEL}final{MESSAGE}"), answer)
-
-
 def after_analysis(answer: Tag) -> Tag:
     """Returns the format of an optional harmony message of analysis, then the answer.
 
