@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 
 from gateway.generation import TargetModel
-from gateway.json_body import parse_json
+from gateway.http_server import parse_json
 from gateway.model_text import ChatTemplate, ModelText
 from gateway.output.tool_formats import Tool, Toolbox, schema_of, tools_prompt
 from gateway.schema import (

@@ -43,7 +43,6 @@ from gateway.responses.store import (
     CHAT,
     CONVERSATION,
     RESPONSE,
-    ChatFilter,
     Item,
     Order,
     ResponseStore,
@@ -462,8 +461,8 @@ def _add_chat_lists(app: FastAPI, store: ResponseStore) -> None:
             for name, value in request.query_params.items()
             if (match := _METADATA.fullmatch(name))
         }
-        chat_filter = ChatFilter(after, limit, order, model, metadata)
-        return list_page(await store.chats(owner_of_request(), chat_filter), limit)
+        listed = await store.chats(owner_of_request(), after, limit, order, model, metadata)
+        return list_page(listed, limit)
 
     @app.get(f"{_CHATS}/{{completion_id}}/messages", tags=["openai"])
     async def messages(
