@@ -146,14 +146,6 @@ class Answer:
         self._quota = current_quota.get()
         self.owner = "" if self._quota is None else self._quota.name
 
-    @property
-    def request_id(self) -> str:
-        return self.plan.request_id
-
-    @property
-    def trace_id(self) -> str:
-        return self.plan.generations[0].request_id
-
     @asynccontextmanager
     async def running(self, receive: Receive | None = None) -> AsyncIterator[None]:
         """Submits every generation and enters the block at the first event. Nothing has been sent
@@ -272,7 +264,7 @@ class Answer:
         """Cancels every generation and makes `step` raise `Aborted` after the events that have
         arrived: the client gets the output so far."""
         self.cancel()
-        message = f"request {self.request_id} was aborted"
+        message = f"request {self.plan.request_id} was aborted"
         self._inbox.end(Aborted(message, reason="REQUEST_ABORTED"))
 
     def cancel(self) -> None:

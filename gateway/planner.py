@@ -332,10 +332,9 @@ class Planner:
             scoring = PromptScoring(0, check_num_top("prompt_logprobs", body.prompt_logprobs))
         num_choices = body.num_shown if num_drawn is None else num_drawn
         check_choices(self.settings, num_choices, len(prompts))
-        stop_strings, stop_regexes = _as_tuple(body.stop), _as_tuple(body.stop_regex)
-        if stop_strings or stop_regexes:
-            check_stops(self.settings, "stop", stop_strings)
-            check_stops(self.settings, "stop_regex", stop_regexes)
+        for name, texts in (("stop", body.stop), ("stop_regex", body.stop_regex)):
+            if texts is not None:
+                check_stops(self.settings, name, _as_tuple(texts))
         _check_streaming(body)
         requested, constraint = constraint_of(body), OutputConstraint()
         if requested is not None or output is not None:
@@ -382,11 +381,11 @@ class Planner:
         # The first choice has the request's own seed.
         seeds = (choice_seed(sampling.seed, choice) for choice in range(1, num_choices))
         samplings = [sampling, *(replace(sampling, seed=seed) for seed in seeds)]
-        hidden = stops[0].stop_token_ids | (frozenset() if body.ignore_eos else model.eos_token_ids)
         # A completion's output is all text, reasoning included.
-        hides_reasoning = isinstance(body, ChatCompletionRequest) and (
-            body.include_reasoning is False
+        hides_reasoning = (
+            isinstance(body, ChatCompletionRequest) and body.include_reasoning is False
         )
+        ends = stops[0].stop_token_ids | (frozenset() if body.ignore_eos else model.eos_token_ids)
         return Plan(
             request_id=request_id,
             created=int(time.time()),
@@ -399,11 +398,11 @@ class Planner:
             ),
             num_choices=num_choices,
             text=TextOptions(
-                stop_strings=stop_strings,
-                stop_patterns=tuple(map(StopPattern.of, stop_regexes)),
+                stop_strings=_as_tuple(body.stop),
+                stop_patterns=tuple(map(StopPattern.of, _as_tuple(body.stop_regex))),
                 include_stop=body.keeps_stop,
                 skip_special_tokens=body.skip_special_tokens is not False,
-                hidden_token_ids=frozenset() if body.keeps_stop else hidden,
+                hidden_token_ids=frozenset() if body.keeps_stop else ends,
                 with_logprobs=top_logprobs is not None,
                 with_rounds=body.speculation is not None and body.speculation.trace,
                 output=output,

@@ -411,8 +411,8 @@ class KnownFields:
         neutral: by field, the values that ask for what happens anyway; other values are refused.
     """
 
-    harmless: frozenset[str]
-    unimplemented: frozenset[str]
+    harmless: frozenset[str] = frozenset()
+    unimplemented: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod

@@ -64,7 +64,7 @@ class Gateway:
         matches = [
             answer
             for answer in self.open_answers
-            if request_id in (None, answer.request_id, answer.trace_id)
+            if request_id in (None, answer.plan.request_id, answer.plan.generations[0].request_id)
             and owner in (None, answer.owner)
         ]
         for answer in matches:

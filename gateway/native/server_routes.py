@@ -220,8 +220,8 @@ def _target(link: TargetLink, model: TargetModel | None) -> dict[str, Any]:
     }
 
 
-_TOKENIZE_FIELDS = KnownFields(frozenset(), frozenset({"documents", "mm_processor_kwargs"}))
-_DETOKENIZE_FIELDS = KnownFields(frozenset(), frozenset())
+_TOKENIZE_FIELDS = KnownFields(unimplemented=frozenset({"documents", "mm_processor_kwargs"}))
+_DETOKENIZE_FIELDS = KnownFields()
 
 
 def add_token_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -83,9 +83,9 @@ _FIELDS = KnownFields.of_generation(
     unimplemented=frozenset({"context_management"}),
     neutral={"truncation": ("disabled",)},
 )
-_TEXT_FIELDS = KnownFields(frozenset(), frozenset())
+_TEXT_FIELDS = KnownFields()
 # Reasoning is returned whole, never summarized.
-_REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}), frozenset())
+_REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}))
 
 
 def flat_name(name: str, namespace: str | None) -> str:
