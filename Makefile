@@ -135,7 +135,7 @@ certs: $(STAMP) ## a trial authority with server and client certificates in .cer
 	@$(PY) -m services.certs $(ARGS)
 
 demo: $(STAMP) ## a streamed chat against a running `make serve`
-	@$(PY) -m gateway.demo $(ARGS)
+	@$(PY) -m services.demo $(ARGS)
 
 bench: $(STAMP) ## tokens/s and accepted length, speculation on and off; on a GPU an 8B's, and one table of all aims
 	@$(PY) -m tests.bench.choose $(ARGS)

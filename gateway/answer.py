@@ -1,29 +1,42 @@
-"""The answer to one HTTP request: its choices, generated side by side."""
+"""The answer to one HTTP request: its choices, generated side by side; and the check of an
+output against a schema that a grammar enforces only in part."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+from starlette.types import Receive
+
 from gateway.api_keys import current_quota
+from gateway.bodies import whole_calls
 from gateway.choice import Choice
+from gateway.constraints import AnswerSchemas
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
 from gateway.generation import Event, Finished, NodeBudget
+from gateway.http_server import BodyWriter
 from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
+from gateway.schema_trial import Verdict, unknown
 from shared.generation import Delta, PromptScored, Started
-from shared.rpc.server import Lifecycle
+from shared.grammar import JsonSchema
+from shared.tokens import FinishReason
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway
 
 IndexedEvent = tuple[int, Event]
 TakeNow = Callable[[int, Delta], bool]
+_MAX_PROCESSES = 2
 
 
 class Inbox:
@@ -60,7 +73,8 @@ class Inbox:
             if event.trace is not None:
                 event.trace = self._nodes.admit(event.trace)
             if self._num_unread_tokens > self._max_unread_tokens:
-                self.close(ClientTooSlow.of(self._max_unread_tokens))
+                message = f"the client left more than {self._max_unread_tokens:,} tokens unread"
+                self.close(ClientTooSlow(message, reason="CLIENT_TOO_SLOW"))
                 self._on_overflow()
                 return
         self._events.append((index, event))
@@ -104,42 +118,6 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class OpenAnswers:
-    """The open answers: one for each HTTP request, with any number of choices."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._answers: set[Answer] = set()
-
-    @contextmanager
-    def holding(self, answer: Answer) -> Iterator[None]:
-        """Counts an answer as open."""
-        self._answers.add(answer)
-        self._lifecycle.count(1)
-        try:
-            yield
-        finally:
-            self._answers.discard(answer)
-            self._lifecycle.count(-1)
-
-    def abort(self, request_id: str | None, owner: str | None = None) -> int:
-        """Aborts the answers with this id or `x-request-id`; returns how many there were.
-
-        Args:
-            request_id: None aborts all.
-            owner: aborts only answers of this owner; None aborts everybody's.
-        """
-        matches = [
-            answer
-            for answer in self._answers
-            if request_id in (None, answer.request_id, answer.trace_id)
-            and owner in (None, answer.owner)
-        ]
-        for answer in matches:
-            answer.abort()
-        return len(matches)
-
-
 class Answer:
     """Submits the generations of a plan and follows their events.
 
@@ -168,47 +146,56 @@ class Answer:
         self._quota = current_quota.get()
         self.owner = "" if self._quota is None else self._quota.name
 
-    @property
-    def request_id(self) -> str:
-        return self.plan.request_id
-
-    @property
-    def trace_id(self) -> str:
-        return self.plan.generations[0].request_id
-
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self, receive: Receive | None = None) -> AsyncIterator[None]:
         """Submits every generation and enters the block at the first event. Nothing has been sent
         to the client until then. Leaving the block cancels the generations that still run, after an
         error, a client that went away, or choices that a stop string ended.
+
+        Args:
+            receive: tells when the client goes away; None where no client waits.
 
         Raises:
             OutriderError: no target took the request.
         """
         gateway, error = self._gateway, None
-        with gateway.open_answers.holding(self):
-            record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
-            self._record = record
-            try:
-                for index, generation in enumerate(self.plan.generations):
-                    generation = replace(
-                        generation,
-                        traceparent=record.traceparent,
-                        timeout_s=gateway.settings.request_timeout_s,
-                        never_learnt=self._quota is not None and self._quota.never_learnt,
-                    )
-                    deliver = partial(self._inbox.put, index)
-                    self._routed.append(gateway.pool.submit(generation, self.plan.model, deliver))
-                await self.step()
-                yield
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                self.cancel()
-                num_output = record.end(self.choices, error)
-                if self._quota is not None and num_output:  # a request without output is free
-                    self._quota.charge(self.plan.num_prompt_tokens + num_output)
+        record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
+        self._record = record
+        watch = None if receive is None else asyncio.create_task(self._watch(receive))
+        gateway.open_answers.add(self)
+        gateway.lifecycle.count(1)
+        try:
+            name = self.plan.model.name
+            for index, generation in enumerate(self.plan.generations):
+                generation = replace(
+                    generation,
+                    traceparent=record.traceparent,
+                    timeout_s=gateway.settings.request_timeout_s,
+                    never_learnt=self._quota is not None and self._quota.never_learnt,
+                )
+                deliver = partial(self._inbox.put, index)
+                self._routed.append(gateway.pool.submit(generation, name, deliver))
+            await self.step()
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if watch is not None:
+                watch.cancel()
+            self.cancel()
+            num_output = record.end(self.choices, error)
+            if self._quota is not None and num_output:  # a request without output is free
+                self._quota.charge(self.plan.num_prompt_tokens + num_output)
+            gateway.open_answers.discard(self)
+            gateway.lifecycle.count(-1)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancels every generation and makes `step` raise `ClientGone` once the client is away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+        self._inbox.close(ClientGone())
 
     async def step(self) -> Collection[Choice]:
         """Waits for events and applies them; returns the changed choices, each once.
@@ -244,22 +231,27 @@ class Answer:
                     choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
         return changed.values()
 
-    def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
+    def send_at_once(self, writer: BodyWriter, news: Callable[[Choice], bytes]) -> None:
         """Makes tokens go out as they arrive, while `step` waits and the client reads: waking the
-        task of a stream costs more than all its other work in a step."""
+        task of a stream costs more than all its other work in a step.
+
+        Args:
+            news: returns the events for a choice's new output.
+        """
         if self._has_schemas:  # `step` waits for the schema check before the last chunk
             return
         choices = self.choices
 
         def take_now(index: int, delta: Delta) -> bool:
-            if not can_send():
+            if not writer.is_ready():
                 return False
             choice = choices[index]
             if choice.finish_reason is not None:
                 return True
             try:
                 self._push(choice, delta)
-                send(choice)
+                if chunk := news(choice):
+                    writer.write(chunk)
             except Exception as error:  # `step` raises it
                 self._inbox.close(error)
             if choice.finish_reason is not None:
@@ -268,16 +260,12 @@ class Answer:
 
         self._inbox.take_now = take_now
 
-    def abandon(self) -> None:
-        """Cancels every generation and makes `step` raise `ClientGone`: the client went away."""
-        self.cancel()
-        self._inbox.close(ClientGone())
-
     def abort(self) -> None:
         """Cancels every generation and makes `step` raise `Aborted` after the events that have
         arrived: the client gets the output so far."""
         self.cancel()
-        self._inbox.end(Aborted.of(self.request_id))
+        message = f"request {self.plan.request_id} was aborted"
+        self._inbox.end(Aborted(message, reason="REQUEST_ABORTED"))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs."""
@@ -290,3 +278,55 @@ class Answer:
         if choice.finish_reason is not None:  # a stop string, which the target does not know
             self._routed[choice.index].cancel()
             self.num_open -= 1
+
+
+class SchemaChecks:
+    """Checks each answer in a separate process, two at a time."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(_MAX_PROCESSES)
+
+    async def run(self, schemas: AnswerSchemas, choice: Choice) -> Verdict | None:
+        """Returns the verdict on an ended choice; None where there is nothing to check, or the
+        output was cut off."""
+        if choice.finish_reason is not FinishReason.STOP:
+            return None
+        pairs = _pairs(schemas, choice)
+        if not pairs:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                return await _run_trial(orjson.dumps(pairs))
+        except TimeoutError:
+            return unknown(f"the check took more than {self._timeout_s:g} s")
+
+
+def _pairs(schemas: AnswerSchemas, choice: Choice) -> list[tuple[JsonSchema, str]]:
+    """Returns the schemas to check, each with the JSON text that must match it."""
+    output = choice.whole_output()
+    calls = whole_calls(output.parts)
+    if calls:
+        return [(schemas.calls[c.name], text) for c, text in calls if c.name in schemas.calls]
+    return [] if schemas.text is None else [(schemas.text, output.text)]
+
+
+async def _run_trial(pairs: bytes) -> Verdict:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway.schema_trial"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        cwd=Path(__file__).parents[1],
+    )
+    try:
+        content, _ = await process.communicate(pairs)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if not content:
+        return unknown("the check failed")
+    verdict: Verdict = orjson.loads(content)
+    return verdict

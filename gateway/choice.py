@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from gateway.generation import Finished, NodeBudget, round_fields
 from gateway.output.parser import Content, OutputParser, Part, Reasoning
 from gateway.planner import Plan, TextOptions
+from gateway.sampling import StopPatterns
 from gateway.schema_trial import Verdict
-from gateway.stop_patterns import StopPatterns
 from shared.generation import Delta, SpeculationStats
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
@@ -278,19 +278,13 @@ class FinalChoice:
     piece: Piece
     index: int
 
-    @property
-    def finish_reason(self) -> str:
-        name = self.choice.finish_name
-        assert name is not None, "a response is built after its choices have ended"
-        return name
-
 
 def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[FinalChoice]:
     """Returns the `n` best of the `best_of` choices of each prompt, best first, renumbered.
 
     Choices are ranked by the mean log probability of their tokens.
     """
-    num_drawn, num_shown = plan.num_choices, plan.num_shown
+    num_drawn, num_shown = plan.num_choices, plan.body.num_shown
     if num_drawn == num_shown:
         return final_choices
     best: list[FinalChoice] = []

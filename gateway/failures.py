@@ -1,4 +1,4 @@
-"""Error responses, in the shape of the called interface.
+"""Error responses, in the shape of the called interface, and notices, in a header.
 
 All routes use OpenAI's shape, `{"error": {message, type, param, code}}`, except Anthropic's routes:
 `{"type": "error", "error": {type, message}, "request_id"}`."""
@@ -6,12 +6,14 @@ All routes use OpenAI's shape, `{"error": {message, type, param, code}}`, except
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.json_body import MalformedBody
 from shared.errors import Cancelled, InvalidArgument, OutriderError, StatusCode
 from shared.telemetry.tracing import current_request_id
 
@@ -61,6 +62,11 @@ _ANTHROPIC_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+NOTICE_HEADER = "x-outrider-notice"
+_MAX_CHARACTERS = 1024
+_log = logging.getLogger(__name__)
+current_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
+"""Notices of the request that is being served."""
 
 
 class ClientGone(Exception):
@@ -70,20 +76,11 @@ class ClientGone(Exception):
 class Aborted(Cancelled):
     """The request was aborted by its id."""
 
-    @classmethod
-    def of(cls, request_id: str) -> Self:
-        return cls(f"request {request_id} was aborted", reason="REQUEST_ABORTED")
-
 
 class ClientTooSlow(OutriderError):
     """The client left so much unread that its backlog reached the bound."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
-
-    @classmethod
-    def of(cls, limit: int) -> Self:
-        message = f"the client left more than {limit:,} tokens unread"
-        return cls(message, reason="CLIENT_TOO_SLOW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +94,10 @@ class Problem:
 
     @classmethod
     def of(cls, error: OutriderError) -> Problem:
+        status = _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
         param = error.violations[0].field if error.violations else None
         code = _OPENAI_CODES.get(error.reason, error.reason.lower())
-        return cls(http_status(error), error.message, code, param)
-
-    @classmethod
-    def of_request(cls, error: OutriderError) -> Problem:
-        """Returns the problem of a request to administer targets. A target's refusal because of its
-        state is a 400, as in SGLang."""
-        problem = cls.of(error)
-        if error.code is StatusCode.FAILED_PRECONDITION:
-            return replace(problem, status=HTTPStatus.BAD_REQUEST)
-        return problem
+        return cls(status, error.message, code, param)
 
     def openai_body(self) -> dict[str, Any]:
         name = _TYPES.get(self.status, self._type("server_error"))
@@ -124,22 +113,18 @@ class Problem:
         """Returns the response in the shape that clients of `path` read."""
         is_anthropic = path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
         body = self.anthropic_body() if is_anthropic else self.openai_body()
-        content = orjson.dumps(body)
-        return Response(content, self.status, headers, media_type="application/json")
+        return json_response(body, self.status, headers)
 
     def _type(self, server_error: str) -> str:
         is_client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
         return "invalid_request_error" if is_client_error else server_error
 
 
-def error_body(error: OutriderError) -> dict[str, Any]:
-    """Returns the JSON object of an error in OpenAI's shape, for an event of a stream."""
-    return Problem.of(error).openai_body()
-
-
-def http_status(error: OutriderError) -> HTTPStatus:
-    """Returns the HTTP status of an error."""
-    return _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+def json_response(
+    body: Any, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns a response with JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def error_response(error: OutriderError, path: str) -> Response:
@@ -150,7 +135,17 @@ def error_response(error: OutriderError, path: str) -> Response:
     return Problem.of(error).response(path, headers)
 
 
-FAILURES = (OutriderError, MalformedBody, RequestValidationError, HTTPException, ClientGone)
+def refused_by_target(error: OutriderError) -> Response:
+    """Returns the answer to a request to administer targets, in SGLang's shape. A target's refusal
+    because of its state is a 400, as in SGLang."""
+    problem = Problem.of(error)
+    is_of_state = error.code is StatusCode.FAILED_PRECONDITION
+    status = HTTPStatus.BAD_REQUEST if is_of_state else problem.status
+    body = replace(problem, status=status).openai_body()
+    return json_response({"success": False, "message": error.message, **body}, status)
+
+
+FAILURES = (OutriderError, RequestValidationError, HTTPException, ClientGone)
 """Exceptions that end a request and are no bugs of the gateway."""
 
 
@@ -160,10 +155,10 @@ async def on_error(request: Request, error: Exception) -> Response:
     match error:
         case OutriderError():
             return error_response(error, path)
-        case MalformedBody():
-            return error_response(error.error, path)
         case RequestValidationError():  # OpenAI answers 400 where FastAPI would answer 422
             return Problem.of(_invalid_body(error.errors())).response(path)
+        case HTTPException(__cause__=OutriderError() as cause):  # FastAPI's, while it reads a body
+            return error_response(cause, path)
         case HTTPException():
             status = HTTPStatus(error.status_code)
             code = _HTTP_CODES.get(status, status.name.lower())
@@ -235,3 +230,17 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = re.sub(rf"^{re.escape(field)}\b", names[field], error.message)
         raise InvalidArgument.of(error.reason, names[field], message) from error
+
+
+def give_notice(text: str) -> None:
+    """Logs a notice, and sends it to the client if the headers are not sent yet."""
+    _log.warning("%s", text[:_MAX_CHARACTERS])
+    notices = current_notices.get()
+    if notices is not None:
+        notices.append(text)
+
+
+def header_value(notices: list[str]) -> str:
+    """Returns the notices as one header, in ASCII and of bounded length."""
+    text = "; ".join(notices)[:_MAX_CHARACTERS]
+    return "".join(c if " " <= c <= "~" else "?" for c in text)

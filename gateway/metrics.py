@@ -234,14 +234,15 @@ class RequestRecord:
         self._plan = plan
         self._metrics = metrics
         self._begin_s = time.perf_counter()
-        self._figures = [metrics.vllm.begin(plan.model, self._begin_s) for _ in plan.generations]
+        name = plan.model.name
+        self._figures = [metrics.vllm.begin(name, self._begin_s) for _ in plan.generations]
         self._has_tokens = False
         self._span = tracer.begin(
             f"gateway.{endpoint}",
             current_traceparent.get(),
             {
                 "outrider.request_id": plan.generations[0].request_id,
-                "gen_ai.request.model": plan.model,
+                "gen_ai.request.model": name,
                 "gen_ai.usage.input_tokens": plan.num_prompt_tokens,
             },
         )
@@ -280,7 +281,7 @@ class RequestRecord:
         for kind, count in counts.items():
             metrics.tokens.labels(kind).inc(count)
         for choice, figures in zip(choices, self._figures, strict=True):
-            metrics.acceptance.add(plan.model, choice.stats)
+            metrics.acceptance.add(plan.model.name, choice.stats)
             num_prompt = len(plan.generations[choice.index].prompt_token_ids)
             reason = "error" if outcome == "failed" else "abort"
             if choice.finish_reason is not None:

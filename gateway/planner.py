@@ -6,17 +6,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from gateway.failures import client_names
-from gateway.generation import Generation, TargetModel, fingerprint
+from gateway.constraints import (
+    AnswerSchemas,
+    Constraint,
+    OutputConstraint,
+    constraint_of,
+    output_constraint,
+)
+from gateway.failures import client_names, give_notice
+from gateway.generation import Generation, TargetModel
 from gateway.model_text import ModelText
-from gateway.notices import give_notice
-from gateway.off_loop import off_loop
-from gateway.output.grammar_schema import AnswerSchemas
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
-from gateway.output.tools import Toolbox
+from gateway.output.tool_formats import Toolbox
 from gateway.prompts import (
     chat_text,
     check_choices,
@@ -25,19 +29,17 @@ from gateway.prompts import (
     echoed_texts,
     given_prompts,
     longest_prompt,
+    off_loop,
     prompt_tokens,
     toolbox_of,
     truncated,
 )
 from gateway.sampling import (
-    Constraint,
-    OutputConstraint,
     OutputLength,
+    StopPattern,
     check_priority,
     check_salt,
     check_stops,
-    constraint_of,
-    output_constraint,
     sampling_params,
     stop_params,
     with_speculation,
@@ -52,13 +54,11 @@ from gateway.schema import (
     unimplemented,
 )
 from gateway.settings import GatewaySettings
-from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
-from shared.grammar import Grammar
 from shared.sampling_defaults import choice_seed
 from shared.telemetry.tracing import current_request_id
-from shared.tokens import MAX_NAMED_LOGPROBS, StopParams, ThinkingBudget
+from shared.tokens import MAX_NAMED_LOGPROBS, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,46 +95,29 @@ class Plan:
 
     Attributes:
         request_id: shown to the client as `id`.
-        texts: options of each generation, where they differ; else empty, and `text` is for all.
         created: Unix time in seconds.
+        body: the request as a chat or a completion, whatever its interface.
         generations: in order of choice index, which is prompt · `num_choices` + choice.
         num_choices: choices drawn for each prompt: `n`, or `best_of`.
-        num_shown: choices shown for each prompt.
+        texts: options of each generation, where they differ; else empty, and `text` is for all.
+        grammar_field: the request field that constrains the output.
         echoes_scores: an echo's log probabilities include the prompt's.
         shows_logprobs: False when log probabilities only serve to find the best choices.
-        shows_prompt_logprobs: the answer has vLLM's `prompt_logprobs`.
-        tokens_as_ids: log probabilities name tokens by their ids.
-        fingerprint: identifies what the answer depends on beside the request.
-        service_tier: OpenAI's name of the tier; None where the request names no tier.
-        grammar_field: the request field that constrains the output.
         echoed_texts: texts before the output, one for each prompt; empty without echo.
     """
 
     request_id: str
     created: int
-    model: str
+    body: GenerationBody
+    model: TargetModel
     generations: tuple[Generation, ...]
     num_choices: int
     text: TextOptions
-    is_stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    fingerprint: str = ""
-    service_tier: str | None = None
     texts: tuple[TextOptions, ...] = ()
     grammar_field: str = ""
-    num_shown: int = 1
     echoes_scores: bool = False
-    shows_prompt_logprobs: bool = False
     shows_logprobs: bool = True
     echoed_texts: tuple[str, ...] = ()
-
-    @property
-    def names_scored_tokens(self) -> bool:
-        """Whether the request named the tokens whose log probabilities it wants."""
-        return bool(self.generations[0].logprob_token_ids)
 
     def echoed_text_of(self, index: int) -> str:
         """Returns the text before the output of a choice; empty without echo."""
@@ -145,141 +128,6 @@ class Plan:
         """Prompt tokens of the request; a prompt counts once, whatever `n`."""
         prompts = self.generations[:: self.num_choices]
         return sum(len(generation.prompt_token_ids) for generation in prompts)
-
-
-@dataclass(slots=True)
-class WantedOutput:
-    """The output that a chat or completion body asks for, the same for all prompts and choices.
-
-    Attributes:
-        top_logprobs: None for no log probabilities.
-        length: most tokens of a choice.
-        output: parsers of tool calls and reasoning; None when all output is text.
-        echo_scoring: the prompt tokens whose log probabilities an echo needs.
-        num_drawn: `best_of`; None where it equals `n`.
-        thinking: limit on the reasoning; None for no limit.
-        predicted: tokens of `prediction`.
-        keeps_likeliest: log probabilities of the likeliest tokens beside those of the named tokens.
-        num_shown, num_choices: choices shown and drawn for each prompt.
-        prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
-        hides_output: the request asks only about its prompt, for no output.
-    """
-
-    body: GenerationBody
-    model: TargetModel
-    top_logprobs: int | None
-    length: OutputLength
-    output: ChatOutput | None = None
-    echo_scoring: PromptScoring | None = None
-    num_drawn: int | None = None
-    thinking: ThinkingBudget | None = None
-    predicted: Sequence[int] = ()
-    keeps_likeliest: bool = False
-    num_shown: int = field(init=False)
-    num_choices: int = field(init=False)
-    prompt_scoring: PromptScoring | None = field(init=False)
-    hides_output: bool = field(init=False)
-    stop_strings: tuple[str, ...] = field(init=False)
-    stop_regexes: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        body = self.body
-        self.num_shown = 1 if body.n is None else body.n
-        self.num_choices = self.num_shown if self.num_drawn is None else self.num_drawn
-        self.prompt_scoring = self.echo_scoring
-        if body.prompt_logprobs is not None:
-            num_top = check_num_top("prompt_logprobs", body.prompt_logprobs)
-            self.prompt_scoring = PromptScoring(0, num_top)
-        is_echo = isinstance(body, CompletionRequest) and body.echo
-        is_scored = is_echo or self.prompt_scoring is not None
-        self.hides_output = self.length.max_tokens == 0 and is_scored
-        self.stop_strings = _as_tuple(body.stop)
-        self.stop_regexes = _as_tuple(body.stop_regex)
-
-    def generations(
-        self, prompt: list[int], grammar: Grammar | None, text: ModelText
-    ) -> list[Generation]:
-        """Returns the choices of one prompt.
-
-        Raises:
-            InvalidArgument: a value is out of its range; names the field.
-        """
-        body, salt = self.body, self.body.salt
-        sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
-        only_named = body.logprob_token_ids and not self.keeps_likeliest
-        generation = Generation(
-            request_id=current_request_id.get(),
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            # A target draws one token even where no output is asked for.
-            stop=stop_params(
-                body, self.length, len(prompt), self.model, least_tokens=int(self.hides_output)
-            ),
-            has_seed=body.seed is not None,
-            # A request that names tokens gets those alone, unless it wants the likeliest as well.
-            top_logprobs=0 if only_named else self.top_logprobs,
-            grammar=grammar,
-            priority=0 if body.priority is None else check_priority(body.priority),
-            cache_salt="" if salt is None else check_salt(salt),
-            predicted_token_ids=self.predicted,
-            logprob_token_ids=self._named_tokens() if body.logprob_token_ids else (),
-            prompt_scoring=self.prompt_scoring,
-        )
-        if body.speculation is not None:
-            generation = with_speculation(generation, body.speculation)
-        scoring = self.prompt_scoring
-        if scoring is not None and not 0 <= scoring.start < len(prompt):
-            raise InvalidArgument.out_of_range(
-                "prompt_logprob_start", scoring.start, f"[0, {len(prompt) - 1}]"
-            )
-        # The first choice has the request's own seed.
-        seeds = (choice_seed(sampling.seed, choice) for choice in range(1, self.num_choices))
-        return [
-            generation,
-            *(replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds),
-        ]
-
-    def _named_tokens(self) -> Sequence[int]:
-        """Returns the tokens of `logprob_token_ids` without repeats.
-
-        Raises:
-            InvalidArgument: there are too many, one is no token, or log probabilities are off.
-        """
-        if self.top_logprobs is None:
-            message = "logprob_token_ids is set; it needs logprobs"
-            raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
-        if self.hides_output and not self.keeps_likeliest:
-            message = "logprob_token_ids applies to output tokens, and max_tokens is 0"
-            raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
-        named = tuple(dict.fromkeys(self.body.logprob_token_ids or ()))
-        if len(named) > MAX_NAMED_LOGPROBS:
-            limit = f"at most {MAX_NAMED_LOGPROBS}"
-            raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
-        check_token_ids("logprob_token_ids", named, self.model.vocab_size)
-        return named
-
-    def text_options(self, stop: StopParams, schemas: AnswerSchemas | None) -> TextOptions:
-        body = self.body
-        eos = frozenset() if body.ignore_eos else self.model.eos_token_ids
-        hidden = frozenset() if body.keeps_stop else stop.stop_token_ids | eos
-        # A completion's output is all text, reasoning included.
-        hides_reasoning = isinstance(body, ChatCompletionRequest) and (
-            body.include_reasoning is False
-        )
-        return TextOptions(
-            stop_strings=self.stop_strings,
-            stop_patterns=tuple(map(StopPattern.of, self.stop_regexes)),
-            include_stop=body.keeps_stop,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            hidden_token_ids=hidden,
-            with_logprobs=self.top_logprobs is not None,
-            with_rounds=body.speculation is not None and body.speculation.trace,
-            output=self.output,
-            include_reasoning=not hides_reasoning,
-            hides_output=self.hides_output,
-            schemas=schemas,
-            keeps_output=schemas is not None,
-        )
 
 
 _INLINE_GRAMMAR_BYTES = 1 << 16  # a schema of this size takes a millisecond on the event loop
@@ -323,25 +171,22 @@ class Planner:
             text = tokenizer.decode(body.input_ids, skip_special_tokens=False)
         if length is None and body.max_completion_tokens is not None:
             length = OutputLength(body.max_completion_tokens, "max_completion_tokens")
-        wanted = WantedOutput(
-            body,
-            model,
-            top_logprobs,
-            length or OutputLength(body.max_tokens, "max_tokens"),
-            style.output(text, toolbox),
-            predicted=await self._predicted(body.prediction, model) if body.prediction else (),
-        )
+        length = length or OutputLength(body.max_tokens, "max_tokens")
+        output, thinking = style.output(text, toolbox), None
         if body.thinking_token_budget is not None or body.thinking is not None:
-            wanted.thinking = self._thinking(body, text, model)
+            thinking = self._thinking(body, text, model)
         prompt_field = "messages" if body.input_ids is None else "input_ids"
-        length_field = wanted.length.field or "max_tokens"
-        with client_names({"prompt": prompt_field, "max_tokens": length_field}):
+        with client_names({"prompt": prompt_field, "max_tokens": length.field or "max_tokens"}):
             prompt = body.input_ids
             if prompt is None:  # the template writes the special tokens itself
                 longest = longest_prompt(body, model)
                 prompt = await tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
-            request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
-            plan = await self._plan(wanted, request_id, [prompt])
+            plan = await self._plan(
+                *(body, model, body.rid or f"chatcmpl-{uuid.uuid4().hex}", [prompt], length),
+                top_logprobs=top_logprobs,
+                output=output,
+                thinking=thinking,
+            )
         return replace(plan, echoed_texts=echoed_text(body)) if body.echo else plan
 
     async def _predicted(self, prediction: Prediction, model: TargetModel) -> Sequence[int]:
@@ -425,19 +270,13 @@ class Planner:
         length = OutputLength(body.max_tokens, "max_tokens")
         if body.max_tokens is None:
             length = OutputLength(default_tokens)
-        wanted = WantedOutput(
-            body,
-            model,
-            top_logprobs,
-            length,
-            None,
-            scoring,
-            num_drawn,
-            predicted=await self._predicted(body.prediction, model) if body.prediction else (),
+        plan = await self._plan(
+            *(body, model, body.rid or f"cmpl-{uuid.uuid4().hex}", prompts, length),
+            top_logprobs=top_logprobs,
+            scoring=scoring,
+            num_drawn=num_drawn,
             keeps_likeliest=keeps_likeliest,
         )
-        request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
-        plan = await self._plan(wanted, request_id, prompts)
         firsts = plan.generations[:: plan.num_choices]
         kept = [generation.prompt_token_ids for generation in firsts]
         return replace(
@@ -449,7 +288,7 @@ class Planner:
 
     def _num_drawn(self, body: CompletionRequest) -> int | None:
         """Returns `best_of`; None where it equals `n`."""
-        num_shown = 1 if body.n is None else body.n
+        num_shown = body.num_shown
         if body.best_of is None or body.best_of == num_shown:
             return None
         if not num_shown < body.best_of <= self.settings.max_choices:
@@ -461,48 +300,150 @@ class Planner:
         return body.best_of
 
     async def _plan(
-        self, wanted: WantedOutput, request_id: str, prompts: Sequence[list[int]]
+        self,
+        body: GenerationBody,
+        model: TargetModel,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        length: OutputLength,
+        *,
+        top_logprobs: int | None,
+        output: ChatOutput | None = None,
+        scoring: PromptScoring | None = None,
+        num_drawn: int | None = None,
+        thinking: ThinkingBudget | None = None,
+        keeps_likeliest: bool = False,
     ) -> Plan:
-        body, options = wanted.body, wanted.body.stream_options
-        if body.prompt_logprobs is not None and body.stream:
-            message = "prompt_logprobs is set; it needs stream to be false"
-            raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
-        check_choices(self.settings, wanted.num_choices, len(prompts))
-        if wanted.stop_strings or wanted.stop_regexes:
-            check_stops(self.settings, "stop", wanted.stop_strings)
-            check_stops(self.settings, "stop_regex", wanted.stop_regexes)
-        if options is not None and not body.stream:
-            message = "stream_options is set; it needs stream to be true"
-            raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
+        """Plans a chat or a completion whose prompts are tokenized.
+
+        Args:
+            length: most tokens of a choice.
+            top_logprobs: None for no log probabilities.
+            output: parsers of tool calls and reasoning; None when all output is text.
+            scoring: the prompt tokens whose log probabilities an echo needs.
+            num_drawn: `best_of`; None where it equals `n`.
+            thinking: limit on the reasoning; None for no limit.
+            keeps_likeliest: `logprob_token_ids` does not replace the likeliest tokens.
+        """
+        predicted: Sequence[int] = ()
+        if body.prediction is not None:
+            predicted = await self._predicted(body.prediction, model)
+        if body.prompt_logprobs is not None:
+            scoring = PromptScoring(0, check_num_top("prompt_logprobs", body.prompt_logprobs))
+        num_choices = body.num_shown if num_drawn is None else num_drawn
+        check_choices(self.settings, num_choices, len(prompts))
+        for name, texts in (("stop", body.stop), ("stop_regex", body.stop_regex)):
+            if texts is not None:
+                check_stops(self.settings, name, _as_tuple(texts))
+        _check_streaming(body)
         requested, constraint = constraint_of(body), OutputConstraint()
-        if requested is not None or wanted.output is not None:
-            constraint = await _output_constraint(requested, wanted.output)
+        if requested is not None or output is not None:
+            constraint = await _output_constraint(requested, output)
         if body.truncate_prompt_tokens is not None:
-            limits = body, wanted.model, wanted.length.max_tokens
-            prompts = [truncated(prompt, *limits) for prompt in prompts]
-        generations = [
-            generation
+            prompts = [truncated(prompt, body, model, length.max_tokens) for prompt in prompts]
+        # A target draws one token even where the request asks only about its prompt.
+        is_echo = isinstance(body, CompletionRequest) and body.echo
+        hides_output = length.max_tokens == 0 and (is_echo or scoring is not None)
+        least_tokens = int(hides_output)
+        sampling = sampling_params(body, self.text.defaults, model, self.text.tokenizer, thinking)
+        stops = [
+            stop_params(body, length, len(prompt), model, least_tokens=least_tokens)
             for prompt in prompts
-            for generation in wanted.generations(prompt, constraint.grammar, self.text)
         ]
+        named: Sequence[int] = ()
+        if body.logprob_token_ids:
+            if hides_output and not keeps_likeliest and top_logprobs is not None:
+                message = "logprob_token_ids applies to output tokens, and max_tokens is 0"
+                raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
+            named = _named_tokens(body.logprob_token_ids, model, top_logprobs)
+        generation = Generation(
+            request_id=current_request_id.get(),
+            prompt_token_ids=prompts[0],
+            sampling=sampling,
+            stop=stops[0],
+            has_seed=body.seed is not None,
+            # A request that names tokens gets those alone, unless it wants the likeliest as well.
+            top_logprobs=0 if named and not keeps_likeliest else top_logprobs,
+            grammar=constraint.grammar,
+            priority=0 if body.priority is None else check_priority(body.priority),
+            cache_salt="" if body.salt is None else check_salt(body.salt),
+            predicted_token_ids=predicted,
+            logprob_token_ids=named,
+            prompt_scoring=scoring,
+        )
+        if body.speculation is not None:
+            generation = with_speculation(generation, body.speculation)
+        start = 0 if scoring is None else scoring.start
+        for num_tokens in map(len, prompts):
+            if not 0 <= start < num_tokens:
+                limit = f"[0, {num_tokens - 1}]"
+                raise InvalidArgument.out_of_range("prompt_logprob_start", start, limit)
+        # The first choice has the request's own seed.
+        seeds = (choice_seed(sampling.seed, choice) for choice in range(1, num_choices))
+        samplings = [sampling, *(replace(sampling, seed=seed) for seed in seeds)]
+        # A completion's output is all text, reasoning included.
+        hides_reasoning = (
+            isinstance(body, ChatCompletionRequest) and body.include_reasoning is False
+        )
+        ends = stops[0].stop_token_ids | (frozenset() if body.ignore_eos else model.eos_token_ids)
         return Plan(
             request_id=request_id,
             created=int(time.time()),
-            model=wanted.model.name,
-            generations=tuple(generations),
-            num_choices=wanted.num_choices,
-            text=wanted.text_options(generations[0].stop, constraint.schemas),
-            is_stream=body.stream,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.is_continuous,
-            return_token_ids=body.return_token_ids,
-            tokens_as_ids=body.return_tokens_as_token_ids,
-            fingerprint=fingerprint(wanted.model),
-            service_tier=None if body.service_tier is None else "default",
-            num_shown=wanted.num_shown,
-            shows_prompt_logprobs=body.prompt_logprobs is not None,
+            body=body,
+            model=model,
+            generations=tuple(
+                replace(generation, prompt_token_ids=prompt, stop=stop, sampling=each)
+                for prompt, stop in zip(prompts, stops, strict=True)
+                for each in samplings
+            ),
+            num_choices=num_choices,
+            text=TextOptions(
+                stop_strings=_as_tuple(body.stop),
+                stop_patterns=tuple(map(StopPattern.of, _as_tuple(body.stop_regex))),
+                include_stop=body.keeps_stop,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                hidden_token_ids=frozenset() if body.keeps_stop else ends,
+                with_logprobs=top_logprobs is not None,
+                with_rounds=body.speculation is not None and body.speculation.trace,
+                output=output,
+                include_reasoning=not hides_reasoning,
+                hides_output=hides_output,
+                schemas=constraint.schemas,
+                keeps_output=constraint.schemas is not None,
+            ),
             grammar_field=constraint.field,
         )
+
+
+def _check_streaming(body: GenerationBody) -> None:
+    """Raises:
+    InvalidArgument: a field applies only to a stream, or only to a whole answer.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs is set; it needs stream to be false"
+        raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is set; it needs stream to be true"
+        raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
+
+
+def _named_tokens(
+    given: Sequence[int], model: TargetModel, top_logprobs: int | None
+) -> Sequence[int]:
+    """Returns the tokens of `logprob_token_ids` without repeats.
+
+    Raises:
+        InvalidArgument: there are too many, one is no token, or log probabilities are off.
+    """
+    if top_logprobs is None:
+        message = "logprob_token_ids is set; it needs logprobs"
+        raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
+    named = tuple(dict.fromkeys(given))
+    if len(named) > MAX_NAMED_LOGPROBS:
+        limit = f"at most {MAX_NAMED_LOGPROBS}"
+        raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
+    check_token_ids("logprob_token_ids", named, model.vocab_size)
+    return named
 
 
 async def _output_constraint(

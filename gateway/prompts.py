@@ -1,16 +1,19 @@
-"""The prompts of a request: rendered chats, and the strings or token ids of completions."""
+"""The prompts of a request: rendered chats, and the strings or token ids of completions. Work that
+would block the event loop, and every stream with it, runs in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
 from gateway.generation import TargetModel
-from gateway.json_body import parse_json
+from gateway.http_server import parse_json
 from gateway.model_text import ChatTemplate, ModelText
-from gateway.output.tools import Tool, Toolbox, schema_of, tools_prompt
+from gateway.output.tool_formats import Tool, Toolbox, schema_of, tools_prompt
 from gateway.schema import (
     AllowedToolChoice,
     ChatCompletionRequest,
@@ -24,13 +27,17 @@ from gateway.schema import (
     unimplemented,
 )
 from gateway.settings import GatewaySettings
-from shared.errors import InvalidArgument
+from shared.errors import DeadlineExceeded, InvalidArgument
 from shared.generation import check_token_ids
 from shared.text import Tokenizer
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _UNIMPLEMENTED = ("function_call", "audio", "prefix", "partial")  # fields of a message
 _MAX_CUSTOM_ROLES = 8  # checking one renders the template
+T = TypeVar("T")
+WORK_TIMEOUT_S = 30.0
+# A separate pool, because work that has timed out still runs to its end.
+_THREADS = ThreadPoolExecutor(2, "gateway-work")
 
 
 def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
@@ -364,3 +371,17 @@ def echoed_texts(
         else tokenizer.decode(kept_ids, skip_special_tokens=False)
         for prompt, token_ids, kept_ids in zip(given_prompts(body), prompts, kept, strict=True)
     )
+
+
+async def off_loop(field: str, work: Callable[[], T], timeout_s: float = WORK_TIMEOUT_S) -> T:
+    """Returns the result of `work`, which prepares the data of the request's `field`.
+
+    Raises:
+        DeadlineExceeded: the work takes too long, its wait for a thread included.
+    """
+    running = asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    try:
+        return await asyncio.wait_for(running, timeout_s)
+    except TimeoutError as error:
+        message = f"{field} takes longer than {timeout_s:g} s to prepare"
+        raise DeadlineExceeded(message, reason="REQUEST_TOO_SLOW") from error

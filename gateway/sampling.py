@@ -1,35 +1,22 @@
-"""Turns request fields into sampling parameters, stop parameters and constraints on the output,
-with the model's defaults and limits."""
+"""Turns request fields into sampling and stop parameters, with the model's defaults and limits; and
+finds stop strings and patterns in text that arrives in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import orjson
+import regex
 
-from gateway.failures import client_names
+from gateway.failures import give_notice
 from gateway.generation import Generation, TargetModel
-from gateway.notices import give_notice
-from gateway.output.grammar_schema import AnswerSchemas, check_schema, grammar_schema
-from gateway.output.style import ChatOutput
-from gateway.output.tools import Toolbox
-from gateway.schema import (
-    GenerationBody,
-    KnownFields,
-    ResponseFormat,
-    SamplingFields,
-    Speculation,
-    StructuredOutputs,
-    unimplemented,
-)
+from gateway.schema import GenerationBody, SamplingFields, Speculation
 from gateway.settings import GatewaySettings
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
-from shared.grammar import Grammar, GrammarKind, JsonSchema
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, SamplingDefaults
-from shared.text import Tokenizer
+from shared.text import StopStrings, Tokenizer
 from shared.tokens import (
     MAX_BAD_WORDS,
     MAX_SALT_CHARACTERS,
@@ -45,6 +32,10 @@ _MAX_STOP_CHARACTERS = 1024
 _SEED_LIMIT = 2**63
 _MAX_ALGORITHM_CHARACTERS = 64
 _INT32_LIMIT = 2**31
+_STOP_REGEX = "stop_regex"
+_SEARCH_TIMEOUT_S = 0.05
+_CONTEXT_CHARACTERS = 64
+"""Characters kept before the held-back text, for patterns with look-behind."""
 
 
 def sampling_params(
@@ -224,190 +215,106 @@ def check_salt(salt: str) -> str:
     return salt
 
 
-# Constraints on the output, from the request fields of each interface.
-
-_ANY_OBJECT = '{"type":"object"}'
-_STRUCTURED_FIELDS = KnownFields(
-    harmless=frozenset({"disable_fallback"}),
-    unimplemented=frozenset(
-        {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
-    ),
-)
-
-_CONSTRAINT_FIELDS = (
-    # vLLM's older names, then SGLang's and llama.cpp's.
-    ("guided_json", GrammarKind.JSON_SCHEMA),
-    ("guided_regex", GrammarKind.REGEX),
-    ("guided_grammar", GrammarKind.EBNF),
-    ("guided_choice", GrammarKind.CHOICES),
-    ("regex", GrammarKind.REGEX),
-    ("ebnf", GrammarKind.EBNF),
-    ("grammar", GrammarKind.EBNF),
-    ("json_schema", GrammarKind.JSON_SCHEMA),
-    ("structural_tag", GrammarKind.STRUCTURAL_TAG),
-)
-
-_FieldGrammar = tuple[str, GrammarKind, Any]  # field, kind, value
-
-
 @dataclass(frozen=True, slots=True)
-class Constraint:
-    """A grammar that a request field asks for.
+class StopPattern:
+    """A regular expression that ends the output.
 
     Attributes:
-        field: the field as the client spells it; errors about the grammar name it.
+        source: as the client wrote it.
+        compiled: pattern of the `regex` package, which has no types.
     """
 
-    grammar: Grammar
-    field: str
+    source: str
+    compiled: Any
 
-
-@dataclass(frozen=True, slots=True)
-class OutputConstraint:
-    """The grammar that constrains a request's output, and the schemas that check it at its end.
-
-    Attributes:
-        grammar: None allows any output.
-        field: the field that errors about the grammar name.
-        schemas: checked at the end; None where the grammar enforces the schemas fully.
-        notices: tell the client which keywords are only checked.
-    """
-
-    grammar: Grammar | None = None
-    field: str = "tools"
-    schemas: AnswerSchemas | None = None
-    notices: Sequence[str] = ()
-
-
-def output_constraint(constraint: Constraint | None, output: ChatOutput | None) -> OutputConstraint:
-    """Returns the constraint that results from the requested constraint and the tools.
-
-    Raises:
-        InvalidArgument: a schema is wrong, or a tool's schema cannot be enforced on its calls.
-    """
-    grammar, field = (
-        (None, "tools") if constraint is None else (constraint.grammar, constraint.field)
-    )
-    toolbox = None if output is None else output.toolbox
-    notices: list[str] = []
-    text: JsonSchema | None = None
-    calls: dict[str, JsonSchema] = {}
-    if grammar is not None and (toolbox is None or not toolbox.must_call):
-        with client_names({"grammar": field}):
-            grammar, text = _enforceable_grammar(grammar, notices)
-    if output is not None:
-        if toolbox is not None and output.constrains_calls(is_constrained=grammar is not None):
-            with client_names({"grammar": "tools"}):
-                toolbox, calls = _enforceable_tools(toolbox, notices)
-            output = replace(output, toolbox=toolbox)
+    @classmethod
+    def of(cls, source: str) -> StopPattern:
+        """Raises:
+        InvalidArgument: it is no pattern, or matches the empty text.
+        """
         try:
-            grammar = output.grammar(grammar)
-        except RecursionError as error:
-            message = "the schema of a tool refers to itself too deeply"
-            raise InvalidArgument.of("TOOL_SCHEMA_UNSUPPORTED", "tools", message) from error
-    schemas = AnswerSchemas(text, calls) if text is not None or calls else None
-    return OutputConstraint(grammar, field, schemas, notices)
+            pattern = cls(source, regex.compile(source, cache_pattern=False))
+        except (regex.error, OverflowError, RecursionError) as error:
+            message = f"{_STOP_REGEX} {source[:80]!r} is no regular expression: {error}"
+            raise InvalidArgument.of("STOP_REGEX_INVALID", _STOP_REGEX, message) from error
+        if pattern.search("", 0) is not None:
+            message = (
+                f"{_STOP_REGEX} {source[:80]!r} matches the empty text, so it would stop at once"
+            )
+            raise InvalidArgument.of("STOP_REGEX_INVALID", _STOP_REGEX, message)
+        return pattern
+
+    def search(self, text: str, start: int, *, partial: bool = False) -> tuple[int, int] | None:
+        """Returns start and end of the first match at or after `start`.
+
+        Args:
+            partial: also find the beginning of a match at the end of the text.
+
+        Raises:
+            InvalidArgument: the search takes too long.
+        """
+        try:
+            match = self.compiled.search(text, start, partial=partial, timeout=_SEARCH_TIMEOUT_S)
+        except TimeoutError as error:
+            message = (
+                f"{_STOP_REGEX} {self.source[:80]!r} takes longer than {_SEARCH_TIMEOUT_S:g} s"
+            )
+            raise InvalidArgument.of("STOP_REGEX_SLOW", _STOP_REGEX, message) from error
+        return None if match is None else match.span()
 
 
-def _enforceable_grammar(grammar: Grammar, notices: list[str]) -> tuple[Grammar, JsonSchema | None]:
-    """Returns the grammar without unenforceable keywords, and the whole schema if it has any."""
-    if grammar.kind is not GrammarKind.JSON_SCHEMA:
-        return grammar, None
-    try:
-        whole = orjson.loads(grammar.text)
-    except ValueError:  # the target refuses it
-        return grammar, None
-    if not isinstance(whole, dict):
-        return grammar, None
-    enforced = grammar_schema(whole)
-    if not enforced.unenforced:
-        return grammar, None
-    notices.append(_notice("the schema of the answer", enforced.unenforced))
-    return Grammar.of(GrammarKind.JSON_SCHEMA, orjson.dumps(enforced.schema).decode()), whole
+class StopPatterns:
+    """Finds the first match of a stop string or of a pattern in streamed text.
 
+    Text is held back only while it may be the beginning of a match. Used like `StopStrings`.
 
-def _enforceable_tools(
-    toolbox: Toolbox, notices: list[str]
-) -> tuple[Toolbox, dict[str, JsonSchema]]:
-    """Returns the tools without unenforceable keywords, and the whole schemas that have any."""
-    tools, calls = [], {}
-    for tool in toolbox.tools:
-        whole = dict(tool.schema)
-        check_schema(whole)  # the gateway itself reads parts of it
-        enforced = grammar_schema(whole)
-        if enforced.unenforced:
-            calls[tool.name] = whole
-            notices.append(_notice(f"the schema of the tool {tool.name!r}", enforced.unenforced))
-        tools.append(replace(tool, schema=enforced.schema))
-    return replace(toolbox, tools=tuple(tools)), calls
-
-
-def _notice(what: str, unenforced: Sequence[str]) -> str:
-    return f"{', '.join(unenforced)} in {what} is checked at the end only; see schema_check"
-
-
-def json_schema_format(schema: dict[str, Any] | bool) -> ResponseFormat:
-    """Returns the `response_format` of a schema from another interface's field."""
-    content = {"name": "output", "schema": schema}
-    return ResponseFormat.model_validate({"type": "json_schema", "json_schema": content})
-
-
-def constraint_of(body: GenerationBody) -> Constraint | None:
-    """Returns the constraint of a body; None when it has none.
-
-    Raises:
-        InvalidArgument: there are several, or one is malformed.
+    Attributes:
+        matched: the stop string, or the source of the pattern; None before a match.
     """
-    candidates: list[_FieldGrammar] = []
-    if body.response_format is not None:
-        candidates.append(_response_format_grammar(body.response_format))
-    if body.structured_outputs is not None:
-        candidates += _structured_grammars(body.structured_outputs)
-    candidates += [(field, kind, getattr(body, field)) for field, kind in _CONSTRAINT_FIELDS]
-    constraints = [
-        Constraint(_grammar(kind, value), field)
-        for field, kind, value in candidates
-        if value is not None
-    ]
-    if len(constraints) > 1:
-        message = f"{constraints[1].field} is set beside {constraints[0].field}; only one may be"
-        raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", constraints[1].field, message)
-    return constraints[0] if constraints else None
 
+    def __init__(
+        self, strings: StopStrings, patterns: Sequence[StopPattern], *, include_in_output: bool
+    ) -> None:
+        self._strings = strings
+        self._patterns = tuple(patterns)
+        self._include_in_output = include_in_output
+        self._text = ""
+        self._num_sent = 0
+        self.matched: str | None = None
 
-def _response_format_grammar(given: ResponseFormat) -> _FieldGrammar:
-    if given.type == "text":
-        return "response_format", GrammarKind.JSON_SCHEMA, None
-    if given.type == "json_object":
-        if given.content is None:
-            return "response_format", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
-        return "response_format.schema", GrammarKind.JSON_SCHEMA, given.content
-    if given.type == "json_schema":
-        schema = None if given.json_schema is None else given.json_schema.content
-        if schema is None:
-            message = "response_format.json_schema.schema is missing"
-            raise InvalidArgument.of("FIELD_INVALID", "response_format.json_schema.schema", message)
-        return "response_format.json_schema", GrammarKind.JSON_SCHEMA, schema
-    if given.type == "structural_tag":
-        tag = {"type": "structural_tag", **(given.model_extra or {})}
-        return "response_format", GrammarKind.STRUCTURAL_TAG, tag
-    raise unimplemented("response_format.type", f"response_format of type {given.type[:64]!r}")
+    def push(self, text: str) -> str:
+        """Returns the text that is safe to send; after a match it is the last text.
 
+        Raises:
+            InvalidArgument: a pattern takes too long.
+        """
+        assert self.matched is None, "no text comes after a stop"
+        self._text += self._strings.push(text)
+        matches = [
+            (end, start, pattern.source)
+            for pattern in self._patterns
+            for start, end in [pattern.search(self._text, self._num_sent) or (0, 0)]
+            if end
+        ]
+        if matches:
+            end, start, self.matched = min(matches)
+            return self._send_to(end if self._include_in_output else start)
+        self.matched = self._strings.matched
+        return self._send_to(self._safe_end() if self.matched is None else len(self._text))
 
-def _structured_grammars(given: StructuredOutputs) -> Iterator[_FieldGrammar]:
-    prefix = "structured_outputs."
-    _STRUCTURED_FIELDS.refuse(given, prefix)
-    yield f"{prefix}json", GrammarKind.JSON_SCHEMA, given.content
-    yield f"{prefix}regex", GrammarKind.REGEX, given.regex
-    yield f"{prefix}grammar", GrammarKind.EBNF, given.grammar
-    yield f"{prefix}choice", GrammarKind.CHOICES, given.choice
-    yield f"{prefix}structural_tag", GrammarKind.STRUCTURAL_TAG, given.structural_tag
-    if given.json_object:
-        yield f"{prefix}json_object", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
+    def flush(self) -> str:
+        """Returns the held-back text at the end of the output."""
+        self._text += self._strings.flush()
+        return self._send_to(len(self._text))
 
+    def _send_to(self, end: int) -> str:
+        text = self._text[self._num_sent : end]
+        kept_from = max(end - _CONTEXT_CHARACTERS, 0)
+        self._text, self._num_sent = self._text[kept_from:], end - kept_from
+        return text
 
-def _grammar(kind: GrammarKind, value: Any) -> Grammar:
-    """Returns the grammar of a field, whose JSON may come as text or as JSON."""
-    if kind is GrammarKind.CHOICES:
-        return Grammar(kind, tuple(value))
-    return Grammar.of(kind, value if isinstance(value, str) else orjson.dumps(value).decode())
+    def _safe_end(self) -> int:
+        """Returns the index of the first character that may begin a match."""
+        text, start = self._text, self._num_sent
+        spans = [pattern.search(text, start, partial=True) for pattern in self._patterns]
+        return min((span[0] for span in spans if span is not None), default=len(text))

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from gateway.notices import give_notice
+from gateway.failures import give_notice
 from shared.errors import InvalidArgument
 
 
@@ -251,6 +251,11 @@ class GenerationBody(SharedFields):
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
+    @property
+    def num_shown(self) -> int:
+        """Choices shown for each prompt."""
+        return 1 if self.n is None else self.n
+
 
 class CompletionRequest(GenerationBody):
     """Body of `/v1/completions`."""
@@ -406,8 +411,8 @@ class KnownFields:
         neutral: by field, the values that ask for what happens anyway; other values are refused.
     """
 
-    harmless: frozenset[str]
-    unimplemented: frozenset[str]
+    harmless: frozenset[str] = frozenset()
+    unimplemented: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -557,7 +562,7 @@ def unread(field: str, kind: str) -> InvalidArgument:
     return unimplemented(f"{field}.type", f"content of type {kind[:64]!r}")
 
 
-def required(field: str, value: str | None) -> str:
+def required(field: str, value: T | None) -> T:
     """Raises:
     InvalidArgument: the value is missing.
     """

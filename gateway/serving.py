@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gateway.answer import OpenAnswers
+from gateway.answer import Answer, SchemaChecks
 from gateway.api_keys import Quotas
 from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
 from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
-from gateway.schema_check import SchemaChecks
 from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace
 from shared.errors import FailedPrecondition
@@ -46,7 +45,7 @@ class Gateway:
     metrics: GatewayMetrics = field(init=False)
     planner: Planner = field(init=False)
     lifecycle: Lifecycle = field(init=False, default_factory=lambda: Lifecycle([]))
-    open_answers: OpenAnswers = field(init=False)
+    open_answers: set[Answer] = field(init=False, default_factory=set)
     schema_checks: SchemaChecks = field(init=False, default_factory=SchemaChecks)
     version: str = field(init=False, default_factory=package_version)
     start_time_s: float = field(init=False, default_factory=time.time)
@@ -54,7 +53,23 @@ class Gateway:
     def __post_init__(self) -> None:
         self.metrics = GatewayMetrics(self.pool, self.quotas)
         self.planner = Planner(self.text, self.settings)
-        self.open_answers = OpenAnswers(self.lifecycle)
+
+    def abort(self, request_id: str | None, owner: str | None = None) -> int:
+        """Aborts the answers with this id or `x-request-id`; returns how many there were.
+
+        Args:
+            request_id: None aborts all.
+            owner: aborts only answers of this owner; None aborts everybody's.
+        """
+        matches = [
+            answer
+            for answer in self.open_answers
+            if request_id in (None, answer.plan.request_id, answer.plan.generations[0].request_id)
+            and owner in (None, answer.owner)
+        ]
+        for answer in matches:
+            answer.abort()
+        return len(matches)
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.

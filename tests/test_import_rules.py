@@ -44,6 +44,7 @@ TORCH_FREE = (
     "shared.text",
     "shared.kv.leases",
     "shared.ngram",
+    "services.demo",
     "services.serve",
     "services.cli",
     "services.embedded_settings",

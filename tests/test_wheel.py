@@ -47,7 +47,8 @@ def test_weights_are_in_a_wheel_of_their_own(wheels: dict[str, Path]) -> None:
     assert not [name for name in code if name.endswith((".safetensors", ".bin", ".pt"))]
     assert sum(name.endswith(".safetensors") for name in weights) == 7
     assert not set(code) & set(weights)
-    assert {"gateway/playground/page/index.html", "shared/demo/target/tokenizer.json"} <= set(code)
+    pages = {"gateway/playground/page/index.html", "gateway/openapi.html.jinja"}
+    assert {*pages, "shared/demo/target/tokenizer.json"} <= set(code)
 
 
 def test_the_demos_mixture_can_be_served(site: Path) -> None:

@@ -12,11 +12,17 @@ from starlette.responses import Response
 
 from gateway.answer import Answer
 from gateway.bodies import metrics, timings
-from gateway.choice import Choice, Piece, check_field
-from gateway.event_stream import EventStream, whole_answer
+from gateway.choice import Choice, FinalChoice, check_field
+from gateway.event_stream import named_event, respond
 from gateway.failures import Problem
-from gateway.messages.chat import messages_plan, prompt_chat
-from gateway.messages.schema import MessageAnswer, MessagesRequest, Prompt
+from gateway.generation import fingerprint
+from gateway.messages.schema import (
+    MessageAnswer,
+    MessagesRequest,
+    Prompt,
+    messages_plan,
+    prompt_chat,
+)
 from gateway.output.parser import CallArguments, CallBegun, Content, Part, Reasoning
 from gateway.planner import Plan
 from gateway.serving import Gateway
@@ -34,12 +40,6 @@ _DELTA = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
     b'"delta":{"type":"text_delta","text":'
 )
-
-
-def named_event(kind: str, **fields: Any) -> bytes:
-    """Returns one server-sent event."""
-    body = orjson.dumps({"type": kind, **fields})
-    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
 class Blocks:
@@ -125,26 +125,14 @@ def _object(arguments: str) -> Any:
         return {}
 
 
-def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Returns the message as one JSON object."""
-    blocks = Blocks()
-    blocks.add(piece.parts or (Content(piece.text),))
-    return {
-        **_head(plan),
-        "content": blocks.whole(),
-        **_stop(choice),
-        **_final_fields(plan, choice),
-    }
-
-
-class MessageChunks:
-    """Events of a message stream: start, block start, ping, deltas, block stop, delta, stop."""
+class MessageEncoder:
+    """`/v1/messages`: start, block start, ping, deltas, block stop, delta, stop."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._blocks = Blocks()
 
-    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
         started = {
             **_head(self._plan),
             "content": [],
@@ -156,7 +144,7 @@ class MessageChunks:
         opened = self._blocks.open_text() if self._plan.text.output is None else b""
         return named_event("message_start", message=started) + opened + named_event("ping")
 
-    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+    def news(self, choice: Choice) -> bytes:
         piece = choice.take()
         if piece is None:
             return b""
@@ -174,7 +162,18 @@ class MessageChunks:
         return self._blocks.close() + delta + named_event("message_stop")
 
     def failure(self, error: OutriderError) -> bytes:
-        return b"event: error\ndata: " + orjson.dumps(Problem.of(error).anthropic_body()) + b"\n\n"
+        body = Problem.of(error).anthropic_body()
+        return named_event(body.pop("type"), **body)
+
+    def whole(self, choices: Sequence[FinalChoice]) -> dict[str, Any]:
+        (final,) = choices
+        self._blocks.add(final.piece.parts or (Content(final.piece.text),))
+        return {
+            **_head(self._plan),
+            "content": self._blocks.whole(),
+            **_stop(final.choice),
+            **_final_fields(self._plan, final.choice),
+        }
 
 
 def _head(plan: Plan) -> dict[str, Any]:
@@ -182,8 +181,8 @@ def _head(plan: Plan) -> dict[str, Any]:
         "id": plan.request_id,
         "type": "message",
         "role": "assistant",
-        "model": plan.model,
-        "system_fingerprint": plan.fingerprint,
+        "model": plan.model.name,
+        "system_fingerprint": fingerprint(plan.model),
     }
 
 
@@ -223,11 +222,7 @@ def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         plan = await messages_plan(body, gateway.planner, gateway.pool.model(body.model))
         answer = Answer(plan, gateway, "messages")
-        if plan.is_stream:
-            return EventStream(answer, MessageChunks(plan))
-        (final_choice,) = await whole_answer(answer, request.receive)
-        content = orjson.dumps(message(plan, final_choice.choice, final_choice.piece))
-        return Response(content, media_type="application/json")
+        return await respond(answer, MessageEncoder(plan), request.receive)
 
     @app.post("/v1/messages/count_tokens", tags=["anthropic"])
     async def count_tokens(body: Prompt) -> dict[str, int]:

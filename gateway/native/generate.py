@@ -14,12 +14,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from gateway.answer import Answer
-from gateway.bodies import speculative_decoding
-from gateway.choice import Choice, Piece, check_field
-from gateway.event_stream import DONE, EventStream, event, whole_answer
-from gateway.failures import Aborted, client_names, error_body
+from gateway.bodies import finite, speculative_decoding
+from gateway.choice import Choice, FinalChoice, Piece, check_field
+from gateway.event_stream import DONE, event, respond
+from gateway.failures import Aborted, Problem, client_names, json_response
 from gateway.generation import TargetModel
-from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
 from gateway.planner import Plan, Planner
 from gateway.prompts import check_choices, check_prompts
@@ -88,12 +87,6 @@ class GeneratePlan:
     def scores_of(self, index: int) -> WantedScores:
         """Returns the log probabilities that a choice reports."""
         return self.scores[index // self.completion.num_choices]
-
-    def id_of(self, index: int) -> str:
-        """Returns `meta_info.id` of a choice."""
-        return (
-            f"{self.completion.request_id}_{index}" if self.is_batch else self.completion.request_id
-        )
 
 
 async def generate_plan(
@@ -258,7 +251,6 @@ class GeneratedText:
         self._plan = plan
         self._wanted = plan.scores_of(choice.index)
         self._tokenizer = tokenizer
-        self._begin_s = time.perf_counter()
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[list[Any]] = []
@@ -290,9 +282,10 @@ class GeneratedText:
 
     def _meta_info(self, aborted: Aborted | None) -> dict[str, Any]:
         choice = self.choice
+        request_id = self._plan.completion.request_id
         prompt = self._plan.completion.generations[choice.index].prompt_token_ids
         info: dict[str, Any] = {
-            "id": self._plan.id_of(choice.index),
+            "id": f"{request_id}_{choice.index}" if self._plan.is_batch else request_id,
             "finish_reason": _finish_reason(choice, aborted),
             "prompt_tokens": len(prompt),
             "completion_tokens": choice.num_output_tokens,
@@ -303,7 +296,7 @@ class GeneratedText:
         if len(choice.weight_spans) > 1:
             info["weight_version_spans"] = choice.weight_spans
         if info["finish_reason"] is not None:
-            info["e2e_latency"] = time.perf_counter() - self._begin_s
+            info["e2e_latency"] = time.perf_counter() - choice.begun_s
             if choice.routes:
                 info["routed_experts"] = base64.b64encode(choice.routes).decode()
         info |= self._prompt_score_fields(prompt)
@@ -362,19 +355,17 @@ class GeneratedText:
         return entries[: len(entries) - num_named], entries[len(entries) - num_named :]
 
 
-class GenerateChunks:
-    """Events of a `/generate` stream."""
+class GenerateEncoder:
+    """`/generate`."""
 
-    def __init__(self, plan: GeneratePlan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: GeneratePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
-        self._tokenizer = tokenizer
-        self._texts: dict[int, GeneratedText] = {}
+        self._texts = [GeneratedText(plan, choice, tokenizer) for choice in choices]
 
-    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        self._texts[choice.index] = GeneratedText(self._plan, choice, self._tokenizer)
+    def opening(self, choice: Choice) -> bytes:
         return b""
 
-    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
+    def news(self, choice: Choice) -> bytes:
         piece = choice.take()
         if piece is None and choice.finish_reason is None:
             return b""
@@ -387,11 +378,27 @@ class GenerateChunks:
 
     def failure(self, error: OutriderError) -> bytes:
         if not isinstance(error, Aborted):
-            return event(error_body(error))
-        running = [text for text in self._texts.values() if text.choice.finish_reason is None]
+            return event(Problem.of(error).openai_body())
+        running = [text for text in self._texts if text.choice.finish_reason is None]
         for text in running:
             text.add(text.choice.cut())
         return b"".join([event(text.body(error)) for text in running]) + DONE
+
+    def whole(self, choices: Sequence[FinalChoice]) -> Any:
+        for text, final_choice in zip(self._texts, choices, strict=True):
+            text.add(final_choice.piece)
+        return self._bodies([text.body() for text in self._texts])
+
+    def cut(self, aborted: Aborted) -> Any:
+        """Returns the JSON of an aborted answer that is not streamed: the output so far."""
+        for text in self._texts:
+            text.add(text.choice.cut())
+        return self._bodies(
+            [text.body(None if text.choice.finish_reason else aborted) for text in self._texts]
+        )
+
+    def _bodies(self, bodies: list[dict[str, Any]]) -> Any:
+        return bodies if self._plan.is_batch else bodies[0]
 
 
 def speculation_fields(choice: Choice) -> dict[str, Any]:
@@ -438,24 +445,8 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         plan = await generate_plan(body, gateway.planner, gateway.pool.model(body.model))
         answer = Answer(plan.completion, gateway, "generate")
-        if plan.completion.is_stream:
-            return EventStream(answer, GenerateChunks(plan, tokenizer))
-        texts = [GeneratedText(plan, choice, tokenizer) for choice in answer.choices]
-        bodies = await _bodies(answer, texts, request)
-        content = orjson.dumps(bodies if plan.is_batch else bodies[0])
-        return Response(content, media_type="application/json")
-
-
-async def _bodies(
-    answer: Answer, texts: Sequence[GeneratedText], request: Request
-) -> list[dict[str, Any]]:
-    """Returns the JSON object of each choice. An aborted choice has the output so far."""
-    try:
-        final_choices = await whole_answer(answer, request.receive)
-    except Aborted as error:
-        for text in texts:
-            text.add(text.choice.cut())
-        return [text.body(None if text.choice.finish_reason else error) for text in texts]
-    for text, final_choice in zip(texts, final_choices, strict=True):
-        text.add(final_choice.piece)
-    return [text.body() for text in texts]
+        encoder = GenerateEncoder(plan, answer.choices, tokenizer)
+        try:
+            return await respond(answer, encoder, request.receive)
+        except Aborted as error:
+            return json_response(encoder.cut(error))

@@ -17,7 +17,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api_keys import check_may_operate
-from gateway.failures import Problem
+from gateway.failures import json_response, refused_by_target
 from gateway.native.schema import (
     DiskUpdate,
     GroupName,
@@ -76,12 +76,10 @@ def _answered(route: Route, gateway: Gateway) -> Callable[..., Awaitable[Respons
         try:
             reply = await route(**arguments)
         except OutriderError as error:
-            problem = Problem.of_request(error)
-            body = {"success": False, "message": error.message, **problem.openai_body()}
-            return JSONResponse(body, problem.status)
+            return refused_by_target(error)
         # Later answers report the weight version that each target states here.
         await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
-        return JSONResponse({"success": True, "message": "done", **reply})
+        return json_response({"success": True, "message": "done", **reply})
 
     return handle
 
@@ -118,7 +116,7 @@ class RolloutRoutes:
         if mode == "abort":
             # Pause before aborting, so that answers end with all tokens that were drawn.
             await _call_all(admins, lambda admin: admin.pause("in_place"))
-            self._gateway.open_answers.abort(None)
+            self._gateway.abort(None)
         counts = await _call_all(admins, lambda admin: admin.pause(mode))
         return {"num_paused_requests": sum(counts)}
 
@@ -132,7 +130,7 @@ class RolloutRoutes:
         admins = self._gateway.target_admins()
         folder, version = body.model_path, body.weight_version or ""
         if body.abort_all_requests:
-            self._gateway.open_answers.abort(None)
+            self._gateway.abort(None)
 
         def update(admin: TargetAdmin) -> Awaitable[Reply]:
             return admin.update_from_folder(folder, body.load_format or "", version)

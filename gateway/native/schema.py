@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, SchemaCheck, TracedRound
+from gateway.openapi import Answered, SchemaCheck, TracedRound
 from gateway.schema import (
     Body,
     ChatMessage,

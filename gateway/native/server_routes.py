@@ -1,26 +1,33 @@
-"""Routes about the server: its model, its load, its speculation statistics and its caches."""
+"""Routes about the server: its model, its load, its speculation statistics, its caches, and its
+tokenizer: token counts and ids of prompts, and the text of token ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from gateway.answer import Answer
 from gateway.api_keys import check_may_operate, current_quota
 from gateway.event_stream import whole_answer
-from gateway.failures import Problem
+from gateway.failures import json_response, refused_by_target
 from gateway.generation import TargetModel
 from gateway.metrics import INTERVAL_S
-from gateway.native.schema import AbortRequest
-from gateway.schema import CompletionRequest
+from gateway.native.schema import AbortRequest, DetokenizeRequest, TokenizeRequest
+from gateway.prompts import check_prompts, off_loop
+from gateway.schema import ChatCompletionRequest, CompletionRequest, KnownFields
 from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
+from shared.generation import check_token_ids
 from shared.rpc.admin_client import TargetAdmin, TargetStatus
+
+T = TypeVar("T")
+_INLINE_TOKENS = 8_192
 
 
 def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -148,22 +155,20 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         try:
             freed = await asyncio.gather(*(admin.flush(only_when_idle=True) for admin in admins))
         except FailedPrecondition as error:
-            problem = Problem.of_request(error)
-            body = {"success": False, "message": error.message, **problem.openai_body()}
-            return JSONResponse(body, problem.status)
+            return refused_by_target(error)
         pages = {admin.address: count for admin, count in zip(admins, freed, strict=True)}
-        return JSONResponse({"success": True, "freed_page_count": pages})
+        return json_response({"success": True, "freed_page_count": pages})
 
     @app.post("/abort_request", tags=["server"])
     async def abort_request(body: AbortRequest) -> dict[str, int]:
         quota = current_quota.get()
         owner = None if quota is None or quota.scope.may_operate else quota.name
         if body.abort_all:
-            return {"aborted_request_count": gateway.open_answers.abort(None, owner)}
+            return {"aborted_request_count": gateway.abort(None, owner)}
         if not body.rid:
             message = "rid names no request; give one, or abort_all"
             raise InvalidArgument.of("RID_MISSING", "rid", message)
-        return {"aborted_request_count": gateway.open_answers.abort(body.rid, owner)}
+        return {"aborted_request_count": gateway.abort(body.rid, owner)}
 
 
 def _load(status: TargetStatus | None) -> dict[str, Any]:
@@ -213,3 +218,87 @@ def _target(link: TargetLink, model: TargetModel | None) -> dict[str, Any]:
         "weight_version": None if model is None else model.weight_version,
         "speculation_detail": None if model is None else model.speculation_detail,
     }
+
+
+_TOKENIZE_FIELDS = KnownFields(unimplemented=frozenset({"documents", "mm_processor_kwargs"}))
+_DETOKENIZE_FIELDS = KnownFields()
+
+
+def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds the routes, each also below `/v1`."""
+
+    @app.post("/v1/tokenize", tags=["tokens"])
+    @app.post("/tokenize", tags=["tokens"])
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        model = gateway.pool.model(body.model)
+        _TOKENIZE_FIELDS.refuse(body)
+        rows = await _encoded(body, gateway)
+        is_batch = isinstance(body.prompt, list)
+        answer: dict[str, Any] = {
+            "tokens": rows if is_batch else rows[0],
+            "count": [len(row) for row in rows] if is_batch else len(rows[0]),
+            "max_model_len": model.max_context_tokens,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            tokenizer = gateway.text.tokenizer
+            strings = await _inline_if_short(
+                "prompt", rows, lambda: list(map(tokenizer.entries, rows))
+            )
+            answer["token_strs"] = strings if is_batch else strings[0]
+        return answer
+
+    @app.post("/v1/detokenize", tags=["tokens"])
+    @app.post("/detokenize", tags=["tokens"])
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        model = gateway.pool.model(body.model)
+        _DETOKENIZE_FIELDS.refuse(body)
+        rows = [row for row in body.tokens if not isinstance(row, int)]
+        is_batch = bool(rows)
+        if not is_batch:
+            rows = [[token_id for token_id in body.tokens if isinstance(token_id, int)]]
+        skip = body.skip_special_tokens is not False
+        texts = await _inline_if_short(
+            "tokens", rows, partial(_decoded, rows, model, skip, gateway)
+        )
+        text = texts if is_batch else texts[0]
+        return {"prompt": text, "text": text}  # vLLM's name and SGLang's
+
+
+async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
+    """Returns the token ids of each prompt, or of the single chat."""
+    if (body.prompt is None) == (body.messages is None):
+        message = "one of prompt and messages must be given"
+        raise InvalidArgument.of("PROMPT_AMBIGUOUS", "prompt", message)
+    if body.messages is not None:
+        chat = ChatCompletionRequest(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
+        )
+        return [await gateway.planner.chat_prompt(chat)]
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    check_prompts(gateway.settings, len(texts))
+    add = body.add_special_tokens is not False
+    return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
+
+
+async def _inline_if_short(
+    field: str, rows: Sequence[Sequence[int]], work: Callable[[], list[T]]
+) -> list[T]:
+    """Does the work here for few tokens, else off the event loop."""
+    if sum(map(len, rows)) <= _INLINE_TOKENS:
+        return work()
+    return await off_loop(field, work)
+
+
+def _decoded(
+    rows: Sequence[Sequence[int]], model: TargetModel, skip: bool, gateway: Gateway
+) -> list[str]:
+    for row in rows:
+        check_token_ids("tokens", row, model.vocab_size, reason="TOKEN_OUT_OF_RANGE")
+    decode = gateway.text.tokenizer.decode
+    return [decode(row, skip_special_tokens=skip) for row in rows]

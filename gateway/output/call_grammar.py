@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.output import tool_formats
-from gateway.output.arguments import Schema, property_schema, resolved, types_of
-from gateway.output.reasoning import CHANNEL, MESSAGE, START, ThinkTags
-from gateway.output.tagged_calls import TAGS, Tags
-from gateway.output.tools import Tool, Toolbox
+from gateway.output.argument_formats import TAGS, Schema, Tags, property_schema, resolved, types_of
+from gateway.output.parser import CHANNEL, MESSAGE, START, ThinkTags
+from gateway.output.tool_formats import Tool, Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar, GrammarKind
 
@@ -282,11 +281,6 @@ def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:
     begin = "" if starts_inside else tags.begin
     with_reasoning = sequence(tag(begin, ANY_TEXT, tags.end), regex(r"\s{0,4}"), answer)
     return with_reasoning if starts_inside else any_of([with_reasoning, answer])
-
-
-def final_message(answer: Tag) -> Tag:
-    """Returns the format of a harmony answer that is not a call, with its header."""
-    return sequence(text(f"{CHANNEL}final{MESSAGE}"), answer)
 
 
 def after_analysis(answer: Tag) -> Tag:

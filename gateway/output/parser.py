@@ -1,7 +1,14 @@
 """Splits one streamed output into its parts: text, reasoning and tool calls.
 
 A format is a coroutine that reads text and waits for more. Every method of `Reader` that may wait
-is a generator: `yield from` it. Where the stream is cut into pieces has no effect on the parts."""
+is a generator: `yield from` it. Where the stream is cut into pieces has no effect on the parts.
+
+Reasoning is set apart by tags, or by the channels of harmony, the format of gpt-oss: messages on
+channels, each message with a header before its text.
+`<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…`; a call is a
+message `to=functions.NAME`. The prompt ends with `<|start|>assistant`.
+
+Source: OpenAI, "OpenAI Harmony Response Format"."""
 
 from __future__ import annotations
 
@@ -23,6 +30,10 @@ _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
 Steps: TypeAlias = Generator[None, None, None]
 """A running format: it reads text, adds parts, and yields where it needs more text."""
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+HARMONY_MARKS = (START, CHANNEL, MESSAGE, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 class Reader:
@@ -35,6 +46,7 @@ class Reader:
     def __init__(self) -> None:
         self.num_fed = 0
         self._text = ""
+        self._seen: str | None = None
         self._has_ended = False
 
     @property
@@ -64,8 +76,7 @@ class Reader:
             if matches:
                 start, marker = min(matches)
                 self._emit(start, emit)
-                self._text = self._text[len(marker) :]
-                return marker
+                return self._advance(len(marker))
             num_held = 0 if self._has_ended else held_length(self._text, markers)
             self._emit(len(self._text) - num_held, emit)
             if self._has_ended:
@@ -82,7 +93,7 @@ class Reader:
         """Reads past `text` if it comes next; returns whether it came next."""
         while True:
             if self._text.startswith(text):
-                self._text = self._text[len(text) :]
+                self._advance(len(text))
                 return True
             if self._has_ended or not text.startswith(self._text):
                 return False
@@ -93,8 +104,7 @@ class Reader:
         space = ""
         while True:
             rest = self._text.lstrip(_SPACE)
-            space += self._text[: len(self._text) - len(rest)]
-            self._text = rest
+            space += self._advance(len(self._text) - len(rest))
             if rest or self._has_ended:
                 return space
             yield
@@ -104,12 +114,23 @@ class Reader:
         text = ""
         while True:
             match = end.search(self._text)
-            length = len(self._text) if match is None else match.start()
-            text += self._text[:length]
-            self._text = self._text[length:]
+            text += self._advance(len(self._text) if match is None else match.start())
             if match is not None or self._has_ended:
                 return text
             yield
+
+    def mark(self, before: str = "") -> None:
+        """Begins to remember what is read, in case that it turns out to be no call.
+
+        Args:
+            before: text that was read before and belongs to it.
+        """
+        self._seen = before
+
+    def seen(self) -> str:
+        """Returns the text since `mark`, and remembers no more."""
+        seen, self._seen = self._seen or "", None
+        return seen
 
     def unread(self, text: str) -> None:
         """Puts text back, to be read again."""
@@ -184,9 +205,16 @@ class Reader:
             yield
 
     def _emit(self, length: int, emit: Emit) -> None:
-        text, self._text = self._text[:length], self._text[length:]
+        text = self._advance(length)
         if text:
             emit(text)
+
+    def _advance(self, length: int) -> str:
+        """Reads and returns so many characters."""
+        text, self._text = self._text[:length], self._text[length:]
+        if self._seen is not None:
+            self._seen += text
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,3 +424,75 @@ def _num_reasoning(texts: Sequence[str], end: int, is_reasoning: bool, switches:
             holds_reasoning |= is_reasoning
         number += holds_reasoning
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """The tags around reasoning."""
+
+    begin: str
+    end: str
+
+
+THINK = ThinkTags("<think>", "</think>")
+KIMI_THINK = ThinkTags("◁think▷", "◁/think▷")
+MISTRAL_THINK = ThinkTags("[THINK]", "[/THINK]")
+SEED_THINK = ThinkTags("<seed:think>", "</seed:think>")
+
+
+def thinking(
+    answer: Format, *, starts_inside: bool, tags: ThinkTags = THINK, call_marks: Sequence[str] = ()
+) -> Format:
+    """`<think>…</think>`, then the answer: DeepSeek R1, Qwen 3 and others.
+
+    Args:
+        answer: the format of the text after the reasoning.
+        starts_inside: the prompt has opened the reasoning, or the model omits the opening tag.
+        call_marks: special tokens that begin a call. They end the reasoning as well, because
+            models forget to close it.
+    """
+
+    def read(reader: Reader, parts: Parts) -> Steps:
+        space = yield from reader.take_space()
+        if (yield from reader.take(tags.begin)) or starts_inside:
+            yield from reader.take_space()
+            parts.is_reasoning = True
+            marker = yield from reader.copy_until((tags.end, *call_marks), parts.reasoning)
+            if marker is None:
+                return
+            if marker != tags.end:
+                reader.unread(marker)
+            parts.is_reasoning = False
+            yield from reader.take_space()
+        elif space:
+            parts.content(space)
+        yield from answer(reader, parts)
+
+    return read
+
+
+def text_only(reader: Reader, parts: Parts) -> Steps:
+    """All output is text for the user."""
+    yield from reader.copy_until((), parts.content)
+
+
+def harmony(reader: Reader, parts: Parts) -> Steps:
+    """Messages on channels: gpt-oss."""
+    while True:
+        header, marker = yield from reader.take_until((MESSAGE,))
+        if marker is None:
+            if CHANNEL not in header and START not in header:
+                parts.content(header)  # the model did not keep to the format
+            return
+        if (yield from reader.copy_until(_ENDS, _emit(header, parts))) is None:
+            return
+
+
+def _emit(header: str, parts: Parts) -> Emit:
+    channel = header.rsplit(CHANNEL, 1)[-1]
+    recipient = _RECIPIENT.search(header)
+    if recipient is not None:
+        parts.is_reasoning = False
+        return parts.begin_call(recipient[1])
+    parts.is_reasoning = channel.startswith("analysis")
+    return parts.reasoning if parts.is_reasoning else parts.content

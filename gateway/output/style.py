@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 import orjson
 
-from gateway.notices import give_notice
 from gateway.output import call_grammar, tool_formats
-from gateway.output.call_grammar import Tag, any_of
-from gateway.output.parser import Format
-from gateway.output.reasoning import (
+from gateway.output.argument_formats import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
+from gateway.output.call_grammar import Tag, any_of, sequence, text
+from gateway.output.parser import (
     CHANNEL,
     HARMONY_MARKS,
     KIMI_THINK,
+    MESSAGE,
     MISTRAL_THINK,
     SEED_THINK,
     THINK,
+    Format,
     ThinkTags,
     harmony,
     text_only,
     thinking,
 )
-from gateway.output.tagged_calls import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
-from gateway.output.tools import Toolbox
+from gateway.output.tool_formats import Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
@@ -177,9 +177,8 @@ class ChatOutput:
 
     def format(self) -> Format:
         """Returns the format that parses one choice."""
-        if ToolCallParser.HARMONY is self.style.tools and self.toolbox is not None:
-            return harmony
-        if self.style.reasoning is ReasoningParser.HARMONY:
+        is_harmony = ToolCallParser.HARMONY is self.style.tools and self.toolbox is not None
+        if is_harmony or self.style.reasoning is ReasoningParser.HARMONY:
             return harmony
         answer: Format = text_only
         call_marks: tuple[str, ...] = ()
@@ -217,9 +216,8 @@ class ChatOutput:
             answer = call_grammar.format_of(requested)
             if answer is None:
                 return self._without_tools(requested)
-            answer = call_grammar.final_message(answer) if is_harmony else answer
-        if requested is not None and answer is None:
-            give_notice("a call is required, so the format of the answer has no effect")
+            if is_harmony:
+                answer = sequence(text(f"{CHANNEL}final{MESSAGE}"), answer)
         formats = [content for content in (calls, answer) if content is not None]
         if not formats:
             return None

@@ -1,18 +1,37 @@
-"""Formats in which model families write tool calls."""
+"""The tools of one request, and the formats in which model families write calls of them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from gateway.output.arguments import Schema
-from gateway.output.parser import Emit, Format, Parts, Reader, Steps, Waiting
-from gateway.output.pythonic_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, pythonic
-from gateway.output.reasoning import CHANNEL, HARMONY_MARKS, MESSAGE, harmony
-from gateway.output.tagged_calls import MINIMAX, TAGS, tagged
+from gateway.output.argument_formats import (
+    MINIMAX,
+    PYTHON_END,
+    PYTHON_START,
+    PYTHON_TAG,
+    TAGS,
+    Schema,
+    pythonic,
+    tagged,
+)
+from gateway.output.parser import (
+    CHANNEL,
+    HARMONY_MARKS,
+    MESSAGE,
+    Emit,
+    Format,
+    Parts,
+    Reader,
+    Steps,
+    Waiting,
+    harmony,
+)
+from shared.errors import InvalidArgument
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -26,6 +45,8 @@ KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_secti
 KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_ARGS = "<|tool_call_argument_begin|>"
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MAX_TOOLS = 256
 
 
 def read_call(
@@ -37,20 +58,14 @@ def read_call(
         None for a call. Otherwise the text read so far: it is not an object, or has no name, or not
         the name of a tool. Malformed text after the name ends the arguments there.
     """
-    seen: list[str] = []
     early: list[str] = []  # arguments that came before the name
     has_arguments = False
     emit: Emit | None = None
-    if not (yield from _take(reader, "{", seen)):
-        return "".join(seen)
-    while True:
-        key = yield from _key(reader, seen)
-        if key is None:
-            break
+    reader.mark()
+    key = (yield from _key(reader)) if (yield from _take(reader, "{")) else None
+    while key is not None:
         if key == "name" and emit is None:
-            written = yield from reader.take_json()
-            seen.append(written)
-            name = _text_of(written)
+            name = _text_of((yield from reader.take_json()))
             if name is None or not is_tool(name):
                 break
             emit = parts.begin_call(name)
@@ -58,55 +73,46 @@ def read_call(
                 emit(text)
         elif key in _ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
-            yield from _arguments(reader, seen, early.append if emit is None else emit)
+            yield from _arguments(reader, early.append if emit is None else emit)
         else:
-            seen.append((yield from reader.take_json()))
-        if not (yield from _take(reader, ",", seen)):
-            yield from _take(reader, "}", seen)
+            yield from reader.take_json()
+        if not (yield from _take(reader, ",")):
+            yield from _take(reader, "}")
             break
+        key = yield from _key(reader)
+    seen = reader.seen()
     if emit is None:
-        return "".join(seen)
+        return seen
     if not has_arguments:
         emit("{}")
     return None
 
 
-def _arguments(reader: Reader, seen: list[str], emit: Emit) -> Waiting[None]:
+def _arguments(reader: Reader, emit: Emit) -> Waiting[None]:
     """Passes the arguments to `emit` as written, or the content of a string that holds them."""
     if (yield from reader.peek()) == '"':
-        written = yield from reader.take_json()
-        seen.append(written)
-        emit(_text_of(written) or "")
-        return
-
-    def both(text: str) -> None:
-        seen.append(text)
-        emit(text)
-
-    yield from reader.copy_json(both)
+        emit(_text_of((yield from reader.take_json())) or "")
+    else:
+        yield from reader.copy_json(emit)
 
 
-def _key(reader: Reader, seen: list[str]) -> Waiting[str | None]:
+def _key(reader: Reader) -> Waiting[str | None]:
     """Reads `"key":` and the white space around it; None when something else comes."""
-    seen.append((yield from reader.take_space()))
+    yield from reader.take_space()
     if (yield from reader.peek()) != '"':
-        yield from _take(reader, "}", seen)
+        yield from _take(reader, "}")
         return None
     written = yield from reader.take_json()
-    seen.append(written)
-    if not (yield from _take(reader, ":", seen)):
+    if not (yield from _take(reader, ":")):
         return None
-    seen.append((yield from reader.take_space()))
+    yield from reader.take_space()
     return _text_of(written)
 
 
-def _take(reader: Reader, text: str, seen: list[str]) -> Waiting[bool]:
+def _take(reader: Reader, text: str) -> Waiting[bool]:
     """Reads past white space and `text` if it comes next; returns whether it came next."""
-    seen.append((yield from reader.take_space()))
-    if not (yield from reader.take(text)):
-        return False
-    seen.append(text)
-    return True
+    yield from reader.take_space()
+    return (yield from reader.take(text))
 
 
 def _text_of(written: str) -> str | None:
@@ -121,10 +127,9 @@ def _text_of(written: str) -> str | None:
 def hermes(reader: Reader, parts: Parts) -> Steps:
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen 2.5 and 3, and others."""
     while (yield from reader.copy_until((HERMES_BEGIN,), parts.content)):
-        space = yield from reader.take_space()
         no_call = yield from read_call(reader, parts)
         if no_call is not None:
-            parts.content(HERMES_BEGIN + space + no_call)
+            parts.content(HERMES_BEGIN + no_call)
             continue
         rest, marker = yield from reader.take_until((HERMES_END, HERMES_BEGIN))
         if marker == HERMES_BEGIN:  # the end was forgotten
@@ -362,3 +367,87 @@ FAMILIES: Mapping[str, CallFamily] = {
         frame=(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", ""),
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call.
+
+    Attributes:
+        schema: JSON schema of the arguments, an object.
+        is_strict: arguments must match the schema even when the model is free not to call.
+    """
+
+    name: str
+    description: str | None
+    schema: Mapping[str, Any]
+    is_strict: bool = False
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": dict(self.schema)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of a request.
+
+    Attributes:
+        must_call: the answer must be a call; else the model may call.
+        forced_name: the one tool that must be called; None leaves the choice to the model.
+        is_parallel: whether an answer may hold several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    must_call: bool = False
+    forced_name: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        if self.forced_name is None:
+            return self.tools
+        return tuple(tool for tool in self.tools if tool.name == self.forced_name)
+
+    def check(self) -> None:
+        """Raises:
+        InvalidArgument: there are too many tools, a name is malformed or comes twice, or the forced
+            tool is unknown.
+        """
+        if len(self.tools) > _MAX_TOOLS:
+            message = f"tools has {len(self.tools)} tools; at most {_MAX_TOOLS} are taken"
+            raise InvalidArgument.of("TOOLS_OUT_OF_RANGE", "tools", message)
+        for tool in self.tools:
+            if not _NAME.fullmatch(tool.name):
+                message = f"a tool is named {tool.name[:80]!r}; it must match {_NAME.pattern}"
+                raise InvalidArgument.of("TOOL_NAME_INVALID", "tools", message)
+        names = {tool.name for tool in self.tools}
+        if len(names) != len(self.tools):
+            message = "tools names a tool twice"
+            raise InvalidArgument.of("TOOL_NAME_INVALID", "tools", message)
+        if self.forced_name is not None and self.forced_name not in names:
+            message = f"tool_choice names {self.forced_name[:80]!r}, which is none of the tools"
+            raise InvalidArgument.of("TOOL_UNKNOWN", "tool_choice", message)
+
+
+def schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments; without parameters it takes an empty object."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return dict(parameters)
+
+
+def tools_prompt(tools: Sequence[Tool]) -> str:
+    """Returns a system message that describes tools, for a template that does not render them."""
+    lines = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
+    return (
+        "You may call functions. Their signatures, one in a line:\n"
+        f"<tools>\n{lines}\n</tools>\n"
+        "To call one, answer with a JSON object of its name and arguments between tags:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {…}}\n</tool_call>'
+    )

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from gateway.bodies import metrics, timings, usage
+from gateway.bodies import chat_logprobs, metrics, timings, usage
 from gateway.choice import Choice, FinalChoice, Piece, check_field
+from gateway.event_stream import named_event
 from gateway.failures import Problem
-from gateway.logprobs import chat_logprobs
+from gateway.generation import fingerprint
 from gateway.output.parser import CallBegun, Content, Part, Reasoning
 from gateway.responses.chat import ResponsePlan
 from gateway.responses.schema import ResponsesRequest
@@ -183,48 +182,64 @@ def _position(item: Item) -> dict[str, Any]:
     return {"item_id": item.item_id, "output_index": item.index}
 
 
-class ResponseText:
-    """Builds the items and the body of one response while its output is generated."""
+class ResponseEncoder:
+    """`/v1/responses`: the items and the body of one response; its events, numbered from 0.
 
-    def __init__(self, plan: ResponsePlan, tokenizer: Tokenizer) -> None:
+    Args:
+        on_end: called with the body of the response when it has ended.
+    """
+
+    def __init__(
+        self,
+        plan: ResponsePlan,
+        tokenizer: Tokenizer,
+        on_end: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
+        self._on_end = on_end
         self._items = Items(plan.item_id, plan.namespaces)
         self._status = "completed"
+        self._number = 0
 
-    def open(self) -> list[Event]:
-        """Opens the message at once, if neither reasoning nor a tool call can come before it."""
-        return self._items.open_message() if self._plan.chat.text.output is None else []
+    def opening(self, choice: Choice) -> bytes:
+        response = {"response": self.response()}
+        events = [("response.created", response), ("response.in_progress", response)]
+        if self._plan.chat.text.output is None:  # neither reasoning nor a call can come first
+            events += self._items.open_message()
+        return self._events(events)
 
-    def add(self, piece: Piece) -> list[Event]:
-        """Adds a piece of output and returns its events."""
-        scores = chat_logprobs(self._plan.chat, piece.scores, self._tokenizer)
-        logprobs: Logprobs = [] if scores is None else scores["content"]
-        parts = piece.parts
-        if not parts and piece.text:
-            parts = (Content(piece.text),)
-        if not parts:
-            self._items.add_logprobs(logprobs)
-        return self._items.add(parts, logprobs)
+    def news(self, choice: Choice) -> bytes:
+        piece = choice.take()
+        return b"" if piece is None else self._events(self._add(piece))
 
-    def close(self, choice: Choice) -> list[Event]:
-        """Returns the last events of the output. An empty output gets one empty message."""
-        self._status = _status(choice)
-        opened = [] if self._items.items else self._items.open_message()
-        return [*opened, *self._items.close(self._status)]
+    def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        (choice,) = choices
+        events, response = self._close(choice)
+        return self._events(events) + self.ended(response)
 
-    def whole(self, final: FinalChoice) -> dict[str, Any]:
-        """Returns the body of a response whose output comes in one piece."""
-        self.add(final.piece)
-        self.close(final.choice)
-        return self.response(final.choice)
+    def ended(self, response: dict[str, Any]) -> bytes:
+        """Returns the last event of the stream, with the final status."""
+        status = response["status"]
+        kind = "failed" if status == "cancelled" else status  # OpenAI has no "cancelled" event
+        return self._events([(f"response.{kind}", {"response": response})])
+
+    def failure(self, error: OutriderError) -> bytes:
+        problem = Problem.of(error)
+        fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+        return self._events([("error", fields)])
+
+    def whole(self, choices: Sequence[FinalChoice]) -> dict[str, Any]:
+        (final,) = choices
+        self._add(final.piece)
+        return self._close(final.choice)[1]
 
     @property
     def message_text(self) -> str:
         """The text of all messages in the output."""
         return "".join(item.text for item in self._items.items if item.kind == "message")
 
-    def response(self, choice: Choice | None) -> dict[str, Any]:
+    def response(self, choice: Choice | None = None) -> dict[str, Any]:
         """Returns the body of the response.
 
         Args:
@@ -245,7 +260,7 @@ class ResponseText:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": plan.chat.model,
+            "model": plan.chat.model.name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -254,7 +269,7 @@ class ResponseText:
             "safety_identifier": body.safety_identifier,
             "service_tier": body.service_tier and "default",
             "store": plan.history.is_stored,
-            "system_fingerprint": plan.chat.fingerprint,
+            "system_fingerprint": fingerprint(plan.chat.model),
             "temperature": sampling.temperature,
             "text": _text(body),
             "tool_choice": _tool_choice(body),
@@ -268,6 +283,28 @@ class ResponseText:
             "timings": None,
         }
         return response if choice is None else response | self._final_fields(choice)
+
+    def _add(self, piece: Piece) -> list[Event]:
+        """Adds a piece of output and returns its events."""
+        scores = chat_logprobs(self._plan.chat, piece.scores, self._tokenizer)
+        logprobs: Logprobs = [] if scores is None else scores["content"]
+        parts = piece.parts
+        if not parts and piece.text:
+            parts = (Content(piece.text),)
+        if not parts:
+            self._items.add_logprobs(logprobs)
+        return self._items.add(parts, logprobs)
+
+    def _close(self, choice: Choice) -> tuple[list[Event], dict[str, Any]]:
+        """Returns the last events of the output, and the body of the response. An empty output gets
+        one empty message."""
+        self._status = _status(choice)
+        opened = [] if self._items.items else self._items.open_message()
+        events = [*opened, *self._items.close(self._status)]
+        response = self.response(choice)
+        if self._on_end is not None:
+            self._on_end(response)
+        return events, response
 
     def _final_fields(self, choice: Choice) -> dict[str, Any]:
         status = _status(choice)
@@ -303,59 +340,14 @@ class ResponseText:
             "total_tokens": chat_usage["total_tokens"],
         }
 
-
-class ResponseChunks:
-    """Events of a response stream, numbered from 0.
-
-    Args:
-        on_end: called with the body of the response when it has ended.
-    """
-
-    def __init__(
-        self, plan: ResponsePlan, tokenizer: Tokenizer, on_end: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self._text = ResponseText(plan, tokenizer)
-        self._on_end = on_end
-        self._number = 0
-
-    def response(self) -> dict[str, Any]:
-        """Returns the body of the response while it is in progress."""
-        return self._text.response(None)
-
-    def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        response = {"response": self.response()}
-        begun = [("response.created", response), ("response.in_progress", response)]
-        return self._events([*begun, *self._text.open()])
-
-    def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        piece = choice.take()
-        return b"" if piece is None else self._events(self._text.add(piece))
-
-    def closing(self, choices: tuple[Choice, ...]) -> bytes:
-        (choice,) = choices
-        events = self._text.close(choice)
-        response = self._text.response(choice)
-        self._on_end(response)
-        return self._events(events) + self.ended(response)
-
-    def ended(self, response: dict[str, Any]) -> bytes:
-        """Returns the last event of the stream, with the final status."""
-        status = response["status"]
-        kind = "failed" if status == "cancelled" else status  # OpenAI has no "cancelled" event
-        return self._event(f"response.{kind}", response=response)
-
-    def failure(self, error: OutriderError) -> bytes:
-        problem = Problem.of(error)
-        fields = {"code": problem.code, "message": problem.message, "param": problem.param}
-        return self._event("error", **fields)
-
     def _events(self, events: Sequence[Event]) -> bytes:
-        return b"".join([self._event(kind, **fields) for kind, fields in events])
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        body = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+        begin, self._number = self._number, self._number + len(events)
+        return b"".join(
+            [
+                named_event(kind, sequence_number=number, **fields)
+                for number, (kind, fields) in enumerate(events, begin)
+            ]
+        )
 
 
 def _reasoning(body: ResponsesRequest) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import binascii
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter
 
+from gateway.constraints import json_schema_format
 from gateway.failures import client_names
 from gateway.generation import TargetModel
 from gateway.planner import Plan, Planner
@@ -29,7 +30,7 @@ from gateway.responses.store import (
     log_failure,
     stored_items,
 )
-from gateway.sampling import OutputLength, json_schema_format
+from gateway.sampling import OutputLength
 from gateway.schema import (
     AllowedToolChoice,
     AllowedTools,
@@ -82,9 +83,9 @@ _FIELDS = KnownFields.of_generation(
     unimplemented=frozenset({"context_management"}),
     neutral={"truncation": ("disabled",)},
 )
-_TEXT_FIELDS = KnownFields(frozenset(), frozenset())
+_TEXT_FIELDS = KnownFields()
 # Reasoning is returned whole, never summarized.
-_REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}), frozenset())
+_REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}))
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -189,9 +190,7 @@ async def _earlier_items(
 
 async def _resolved(item: InputItem, field: str, store: ResponseStore, owner: str) -> InputItem:
     """Returns the stored item that an item refers to."""
-    if item.id is None:
-        raise InvalidArgument.of("FIELD_INVALID", f"{field}.id", f"{field}.id is missing")
-    return InputItem.model_validate(await store.item(owner, item.id))
+    return InputItem.model_validate(await store.item(owner, required(f"{field}.id", item.id)))
 
 
 def _check_exclusive_fields(body: ResponsesRequest) -> None:
@@ -331,8 +330,11 @@ async def response_plan(
     """
     _FIELDS.refuse(body)
     refuse_rounds(body.speculation)
+    instructions = []
+    if body.instructions is not None:
+        instructions = [ChatMessage(role="system", content=body.instructions)]
     chat = ChatCompletionRequest(
-        messages=_messages(body, history),
+        messages=[*instructions, *chat_messages(history.items)],
         stream=body.stream,
         **body.shared_fields,
         verbosity=None if body.text is None else body.text.verbosity,
@@ -365,17 +367,8 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
         return ResponseFormat(type=text_format.type)
     if text_format.type != "json_schema":
         raise unimplemented("text.format.type", f"text.format of type {text_format.type[:64]!r}")
-    if text_format.content is None:
-        message = "text.format.schema is missing"
-        raise InvalidArgument.of("FIELD_INVALID", "text.format.schema", message)
-    return json_schema_format(text_format.content)
-
-
-def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
-    messages = chat_messages(history.items)
-    if body.instructions is not None:
-        messages.insert(0, ChatMessage(role="system", content=body.instructions))
-    return messages
+    schema: Any = text_format.content
+    return json_schema_format(required("text.format.schema", schema))
 
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
@@ -398,9 +391,8 @@ def _functions(
     for index, tool in enumerate(tools):
         tool_field = f"{field}[{index}]"
         is_namespace = tool.type == "namespace" and namespace is None
-        if tool.name is None and (tool.type == "function" or is_namespace):
-            name_field = f"{tool_field}.name"
-            raise InvalidArgument.of("FIELD_INVALID", name_field, f"{name_field} is missing")
+        if tool.type == "function" or is_namespace:
+            required(f"{tool_field}.name", tool.name)
         if tool.type == "function":
             yield tool, namespace
         elif is_namespace:

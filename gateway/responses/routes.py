@@ -1,22 +1,27 @@
-"""Routes of `/v1/responses`."""
+"""Routes of `/v1/responses`, of conversations and of stored chats."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
-import orjson
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from gateway.answer import Answer
 from gateway.api_keys import current_quota, owner_of_request
-from gateway.event_stream import EventStream, whole_answer
-from gateway.failures import Aborted, Problem
-from gateway.responses.answer import ResponseChunks, ResponseText
+from gateway.bodies import chat_completion
+from gateway.choice import Choice, FinalChoice
+from gateway.event_stream import OnEnd, respond, whole_answer
+from gateway.failures import Aborted, Problem, give_notice, json_response
+from gateway.planner import Plan
+from gateway.responses.answer import ResponseEncoder
 from gateway.responses.chat import (
     COMPACTION_PROMPT,
     History,
@@ -26,21 +31,37 @@ from gateway.responses.chat import (
     response_plan,
     store_ended,
 )
-from gateway.responses.schema import InputItem, ResponseAnswer, ResponsesRequest
+from gateway.responses.schema import (
+    ConversationItems,
+    ConversationRequest,
+    InputItem,
+    NewMetadata,
+    ResponseAnswer,
+    ResponsesRequest,
+)
 from gateway.responses.store import (
+    CHAT,
+    CONVERSATION,
     RESPONSE,
+    Item,
     Order,
     ResponseStore,
     StoredResponse,
     item_list,
+    list_page,
     log_failure,
+    stored_items,
 )
-from gateway.responses.stored_routes import Limit
+from gateway.schema import ChatCompletionRequest, ChatMessage
 from gateway.serving import Gateway
-from shared.errors import InvalidArgument, NotFound, OutriderError, QueueFull
+from shared.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError, QueueFull
 from shared.text import Tokenizer
 
 _MAX_RUNNING = 256
+_POLL_S = 0.25
+_CHATS, _CONVERSATIONS = "/v1/chat/completions", "/v1/conversations"
+_METADATA = re.compile(r"metadata\[(.+)\]")
+Limit = Annotated[int, Query(ge=1, le=100)]
 
 
 class BackgroundResponse:
@@ -55,8 +76,8 @@ class BackgroundResponse:
     def __init__(self, plan: ResponsePlan, answer: Answer, tokenizer: Tokenizer) -> None:
         self.plan = plan
         self.answer = answer
-        self.chunks = ResponseChunks(plan, tokenizer, self._set_body)
-        self.body: dict[str, Any] = self.chunks.response() | {"status": "queued"}
+        self.encoder = ResponseEncoder(plan, tokenizer, self._set_body)
+        self.body: dict[str, Any] = self.encoder.response() | {"status": "queued"}
         self.events: list[bytes] = []
         self.is_wanted = True
         self._is_over = False
@@ -64,13 +85,13 @@ class BackgroundResponse:
 
     @property
     def stored(self) -> StoredResponse:
-        is_stream = self.plan.chat.is_stream
+        is_stream = self.plan.chat.body.stream
         events = self.events if is_stream else None
         return StoredResponse(self.body, self.plan.history.new_items, events)
 
     def add(self, chunk: bytes) -> int:
         """Adds the events of a chunk; returns how many of its bytes are kept."""
-        if not self.plan.chat.is_stream:
+        if not self.plan.chat.body.stream:
             return 0
         self.events += [event + b"\n\n" for event in chunk.split(b"\n\n")[:-1]]
         self._wake()
@@ -167,24 +188,24 @@ class BackgroundResponses:
             response.end()
 
     async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
-        chunks, answer = response.chunks, response.answer
+        encoder, answer = response.encoder, response.answer
         async with answer.running():
-            response.body = chunks.response()
+            response.body = encoder.response()
             if response.is_wanted:
                 log_failure(self._store.put(owner, response.stored))
             (choice,) = answer.choices
-            yield chunks.opening(choice, b"")
-            yield chunks.news(choice, b"")
+            yield encoder.opening(choice)
+            yield encoder.news(choice)
             while answer.num_open:
                 await answer.step()
-                yield chunks.news(choice, b"")
-            yield chunks.closing(answer.choices)
+                yield encoder.news(choice)
+            yield encoder.closing(answer.choices)
 
     def _fail(
         self, response: BackgroundResponse, status: str, error: dict[str, Any] | None
     ) -> None:
-        response.body = response.chunks.response() | {"status": status, "error": error}
-        response.add(response.chunks.ended(response.body))
+        response.body = response.encoder.response() | {"status": status, "error": error}
+        response.add(response.encoder.ended(response.body))
 
     def _check_room(self) -> None:
         """Raises:
@@ -195,9 +216,6 @@ class BackgroundResponses:
         if self._num_bytes > limit:
             message = f"events of background responses take {self._num_bytes:,} bytes of {limit:,}"
             raise QueueFull(message, reason="BACKGROUND_FULL")
-
-
-_POLL_S = 0.25
 
 
 def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -250,13 +268,8 @@ def _add_generation(
 
         if body.background and background is not None:
             running = await background.start(owner, plan, answer)
-            return _events(running.follow()) if body.stream else _json(running.body)
-        if plan.chat.is_stream:
-            return EventStream(answer, ResponseChunks(plan, tokenizer, on_end))
-        (final_choice,) = await whole_answer(answer, request.receive)
-        response = ResponseText(plan, tokenizer).whole(final_choice)
-        on_end(response)
-        return _json(response)
+            return _events(running.follow()) if body.stream else json_response(running.body)
+        return await respond(answer, ResponseEncoder(plan, tokenizer, on_end), request.receive)
 
 
 def _add_counting(app: FastAPI, gateway: Gateway) -> None:
@@ -272,19 +285,17 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
         prompted = History([*history.items, ("input", prompt_item)], (), False)
         plain_body = body.model_copy(update={"tools": None, "tool_choice": None, "text": None})
         plan = await _planned(gateway, plain_body, prompted)
-        (final_choice,) = await whole_answer(
-            Answer(plan.chat, gateway, "responses"), request.receive
-        )
-        text = ResponseText(plan, gateway.text.tokenizer)
-        response = text.whole(final_choice)
+        answer = Answer(plan.chat, gateway, "responses")
+        encoder = ResponseEncoder(plan, gateway.text.tokenizer)
+        response = encoder.whole(await whole_answer(answer, request.receive))
         compaction = {
             "id": plan.chat.request_id,
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": compacted([item for _, item in history.items], text.message_text),
+            "output": compacted([item for _, item in history.items], encoder.message_text),
             "usage": response["usage"],
         }
-        return _json(compaction)
+        return json_response(compaction)
 
 
 def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundResponses) -> None:
@@ -295,8 +306,8 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
         owner = owner_of_request()
         running = background.find(owner, response_id)
         if not stream:
-            return _json((await store.response(owner, response_id)).body)
-        if running is not None and running.plan.chat.is_stream:
+            return json_response((await store.response(owner, response_id)).body)
+        if running is not None and running.plan.chat.body.stream:
             return _events(running.follow(starting_after))
         stored = await _ended(store, owner, response_id)
         if stored.events is None:
@@ -321,7 +332,7 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
         if not body["background"]:
             message = "Cannot cancel a synchronous response."  # OpenAI's words
             raise InvalidArgument.of("NOT_IN_BACKGROUND", "response_id", message)
-        return _json(body)
+        return json_response(body)
 
     @app.get("/v1/responses/{response_id}/input_items", tags=["openai"])
     async def input_items(
@@ -348,10 +359,150 @@ async def _ended(store: ResponseStore, owner: str, response_id: str) -> StoredRe
         await asyncio.sleep(_POLL_S)
 
 
-def _json(body: dict[str, Any]) -> Response:
-    # Not checked against the package's type: the body repeats request fields it may not allow.
-    return Response(orjson.dumps(body), media_type="application/json")
-
-
 def _events(events: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
+
+
+def add_stored_routes(app: FastAPI, store: ResponseStore | None) -> None:
+    """Adds the routes. Without a store every request is refused."""
+    if store is None:
+        _add_refusals(app, _CHATS, "GET", "stored chats")
+        _add_refusals(app, _CONVERSATIONS, "POST", "conversations")
+        return
+    _add_chat_lists(app, store)
+    _add_conversations(app, store)
+    _add_entries(app, store, _CHATS, CHAT, "chat.completion.deleted")
+    _add_entries(app, store, _CONVERSATIONS, CONVERSATION, "conversation.deleted")
+
+
+def _add_refusals(app: FastAPI, root: str, method: str, subject: str) -> None:
+    """Adds refusals of `method` at the root path and of every method below it."""
+
+    @app.api_route(root, methods=[method], tags=["openai"])
+    @app.get(f"{root}/{{path:path}}", tags=["openai"])
+    @app.delete(f"{root}/{{path:path}}", tags=["openai"])
+    @app.post(f"{root}/{{path:path}}", tags=["openai"])
+    async def refuse(path: str = "") -> Response:
+        message = f"{subject} ({path[:128]!r}) need --response-store"
+        raise FailedPrecondition(message, reason="STORE_OFF")
+
+
+def _add_entries(app: FastAPI, store: ResponseStore, root: str, kind: str, deleted: str) -> None:
+    """Adds the routes that retrieve, update and delete a chat or a conversation."""
+    path = f"{root}/{{entry_id}}"
+
+    @app.get(path, tags=["openai"])
+    async def retrieve(entry_id: str) -> dict[str, Any]:
+        return await store.entry(owner_of_request(), entry_id, kind)
+
+    @app.post(path, tags=["openai"])
+    async def update(entry_id: str, body: NewMetadata) -> dict[str, Any]:
+        return await store.set_metadata(owner_of_request(), entry_id, kind, body.metadata or {})
+
+    @app.delete(path, tags=["openai"])
+    async def delete(entry_id: str) -> dict[str, Any]:
+        await store.delete(owner_of_request(), entry_id, kind)
+        return {"id": entry_id, "object": deleted, "deleted": True}
+
+
+def _add_conversations(app: FastAPI, store: ResponseStore) -> None:
+    items_path = f"{_CONVERSATIONS}/{{conversation_id}}/items"
+
+    @app.post(_CONVERSATIONS, tags=["openai"])
+    async def create(body: ConversationRequest) -> dict[str, Any]:
+        conversation = {
+            "id": f"{CONVERSATION}{uuid.uuid4().hex}",
+            "object": "conversation",
+            "created_at": int(time.time()),
+            "metadata": body.metadata or {},
+        }
+        await store.put_entry(owner_of_request(), conversation, stored_items(body.items))
+        return conversation
+
+    @app.get(items_path, tags=["openai"])
+    async def items(
+        conversation_id: str, after: str | None = None, limit: Limit = 20, order: Order = "desc"
+    ) -> dict[str, Any]:
+        items = await store.entry_items(owner_of_request(), conversation_id, CONVERSATION)
+        return item_list(items, after, limit, order)
+
+    @app.post(items_path, tags=["openai"])
+    async def add_items(conversation_id: str, body: ConversationItems) -> dict[str, Any]:
+        added = stored_items(body.items)
+        await store.append(owner_of_request(), conversation_id, added)
+        return item_list(added, None, max(len(added), 1), "asc")
+
+    @app.get(f"{items_path}/{{item_id}}", tags=["openai"])
+    async def item(conversation_id: str, item_id: str) -> dict[str, Any]:
+        for item in await store.entry_items(owner_of_request(), conversation_id, CONVERSATION):
+            if item["id"] == item_id:
+                return item
+        message = f"conversation {conversation_id[:128]!r} has no item {item_id[:128]!r}"
+        raise NotFound(message, reason="RESPONSE_NOT_STORED")
+
+    @app.delete(f"{items_path}/{{item_id}}", tags=["openai"])
+    async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
+        owner = owner_of_request()
+        await store.delete_item(owner, conversation_id, item_id)
+        return await store.entry(owner, conversation_id, CONVERSATION)
+
+
+def _add_chat_lists(app: FastAPI, store: ResponseStore) -> None:
+    @app.get(_CHATS, tags=["openai"])
+    async def chats(
+        request: Request,
+        after: str | None = None,
+        limit: Limit = 20,
+        order: Order = "asc",
+        model: str | None = None,
+    ) -> dict[str, Any]:
+        metadata = {
+            match[1]: value
+            for name, value in request.query_params.items()
+            if (match := _METADATA.fullmatch(name))
+        }
+        listed = await store.chats(owner_of_request(), after, limit, order, model, metadata)
+        return list_page(listed, limit)
+
+    @app.get(f"{_CHATS}/{{completion_id}}/messages", tags=["openai"])
+    async def messages(
+        completion_id: str, after: str | None = None, limit: Limit = 20, order: Order = "asc"
+    ) -> dict[str, Any]:
+        items = await store.entry_items(owner_of_request(), completion_id, CHAT)
+        return item_list(items, after, limit, order)
+
+
+def stored_chat(
+    store: ResponseStore | None, body: ChatCompletionRequest, plan: Plan, tokenizer: Tokenizer
+) -> tuple[Plan, OnEnd | None]:
+    """Prepares a chat for being stored.
+
+    Returns:
+        The plan, changed to keep its output, and a callback that stores the chat at its end.
+        Without a store, the plan unchanged and None.
+    """
+    if store is None:
+        give_notice("store has no effect: nothing is kept without --response-store")
+        return plan, None
+    owner = owner_of_request()
+
+    def store_chat(choices: Sequence[Choice]) -> None:
+        final = [FinalChoice(choice, choice.whole_output(), choice.index) for choice in choices]
+        completion = chat_completion(plan, final, tokenizer)
+        completion["metadata"] = body.metadata or {}
+        messages = [
+            _stored(f"{plan.request_id}-{index}", message)
+            for index, message in enumerate(body.messages)
+        ]
+        log_failure(store.put_entry(owner, completion, messages))
+
+    return replace(plan, text=replace(plan.text, keeps_output=True)), store_chat
+
+
+def _stored(item_id: str, message: ChatMessage) -> Item:
+    """Returns a message in its listed form: with an id, and with `content_parts` for a list."""
+    fields = message.model_dump(exclude_none=True)
+    content = fields.get("content")
+    if not isinstance(content, list):
+        return {"name": None, "content": None, **fields, "id": item_id, "content_parts": None}
+    return {"name": None, **fields, "id": item_id, "content": None, "content_parts": content}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings, TokenLogprob
+from gateway.openapi import Answered, AnswerMetrics, SchemaCheck, Timings, TokenLogprob
 from gateway.schema import Body, ContentPart, Flag, Items, ServiceTier, SharedFields, Speculation
 
 Status = Literal["completed", "incomplete"]

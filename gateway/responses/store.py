@@ -88,24 +88,6 @@ class StoredResponse:
         return self.body["status"] in _RUNNING
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFilter:
-    """A filter for stored chats.
-
-    Attributes:
-        after: list the chats after the one with this id; None starts at the first.
-        order: `asc`, oldest first, or `desc`.
-        model: list only chats with this model; None lists all.
-        metadata: list only chats with all of these pairs.
-    """
-
-    after: str | None
-    limit: int
-    order: str
-    model: str | None
-    metadata: Mapping[str, str]
-
-
 def _on_thread(
     work: Callable[Concatenate[ResponseStore, P], T],
 ) -> Callable[Concatenate[ResponseStore, P], asyncio.Future[T]]:
@@ -298,27 +280,42 @@ class ResponseStore:
         return self._items(entry_id, owner)
 
     @_on_thread
-    def chats(self, owner: str, chat_filter: ChatFilter) -> list[Item]:
-        """Returns the chats that pass a filter, at most one more than its `limit`."""
-        is_ascending = chat_filter.order == "asc"
+    def chats(
+        self,
+        owner: str,
+        after: str | None,
+        limit: int,
+        order: Order,
+        model: str | None,
+        metadata: Mapping[str, str],
+    ) -> list[Item]:
+        """Returns chats, at most one more than `limit`.
+
+        Args:
+            after: only the chats after the one with this id; None starts at the first.
+            order: `asc`, oldest first, or `desc`.
+            model: only chats with this model; None lists all.
+            metadata: only chats with all of these pairs.
+        """
+        is_ascending = order == "asc"
         conditions = "owner = ? AND id GLOB ? AND changed >= ?"
         values: list[Any] = [owner, f"{CHAT}*", self._now() - self._max_age_s]
-        if chat_filter.after is not None:
-            self._row(owner, chat_filter.after, CHAT)
+        if after is not None:
+            self._row(owner, after, CHAT)
             conditions += f" AND rowid {'>' if is_ascending else '<'} "
             conditions += "(SELECT rowid FROM entries WHERE id = ?)"
-            values.append(chat_filter.after)
-        if chat_filter.model is not None:
+            values.append(after)
+        if model is not None:
             conditions += " AND json_extract(body, '$.model') = ?"
-            values.append(chat_filter.model)
-        for pair in chat_filter.metadata.items():
+            values.append(model)
+        for pair in metadata.items():
             conditions += " AND EXISTS (SELECT 1 FROM json_each(body, '$.metadata') AS pair"
             conditions += " WHERE pair.key = ? AND pair.value = ?)"
             values += pair
-        order = "ASC" if is_ascending else "DESC"
+        direction = "ASC" if is_ascending else "DESC"
         rows = self._database.execute(
-            f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {order} LIMIT ?",
-            (*values, chat_filter.limit + 1),
+            f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {direction} LIMIT ?",
+            (*values, limit + 1),
         )
         return [orjson.loads(body) for (body,) in rows]
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from gateway.app import Gateway
-from gateway.failures import Problem, http_status
+from gateway.failures import Problem
 from gateway.settings import GatewaySettings
 from shared.errors import OutriderError, StatusCode, error_class
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -38,11 +38,11 @@ def test_every_code_has_its_status_and_names(code: StatusCode) -> None:
     error = error_class(code)("it failed", reason="REASON")
     problem = Problem.of(error)
     kinds = (problem.openai_body()["error"]["type"], problem.anthropic_body()["error"]["type"])
-    assert (http_status(error), *kinds) == EXPECTED[code]
+    assert (Problem.of(error).status, *kinds) == EXPECTED[code]
 
 
 def test_a_code_nobody_of_ours_answers_with_is_a_500() -> None:
-    assert http_status(OutriderError("gone", reason="DATA_LOSS")) == 500
+    assert Problem.of(OutriderError("gone", reason="DATA_LOSS")).status == 500
 
 
 COMPLETION = {"model": "fake", "prompt": "the"}
@@ -376,7 +376,7 @@ async def test_a_bug_is_a_500_that_tells_nothing(
     def explode(*args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("gateway.bodies.chat_completion", explode)
+    monkeypatch.setattr("gateway.event_stream.chat_completion", explode)
     response = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2})
     assert (await error_of(response))[::2] == (500, "gateway_failed")
     assert "secret" not in response.text

@@ -212,7 +212,7 @@ async def test_after_a_bug_the_connection_says_that_it_closes(
     def explode(*args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("gateway.bodies.chat_completion", explode)
+    monkeypatch.setattr("gateway.event_stream.chat_completion", explode)
     async with httpx.AsyncClient(base_url=serve(gateway)) as client:
         response = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2})
         assert (response.status_code, response.headers["connection"]) == (500, "close")

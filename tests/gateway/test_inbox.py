@@ -60,7 +60,7 @@ async def test_closing_wakes_the_reader_with_the_reason() -> None:
 async def test_what_came_before_an_abort_is_still_read() -> None:
     box, _ = inbox()
     box.put(0, Delta([1, 2]))
-    box.end(Aborted.of("r"))
+    box.end(Aborted("aborted", reason="REQUEST_ABORTED"))
     box.put(0, Delta([3]))
     assert await box.take() == [(0, Delta([1, 2]))]
     with pytest.raises(Aborted):

@@ -8,10 +8,11 @@ import httpx
 import pytest
 
 from gateway.app import Gateway
+from gateway.bodies import echoed_logprobs
 from gateway.choice import Choice
-from gateway.generation import Generation
-from gateway.logprobs import echoed_logprobs
+from gateway.generation import Generation, TargetModel
 from gateway.planner import Plan, TextOptions
+from gateway.schema import CompletionRequest
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text import Tokenizer
 from shared.tokens import SamplingParams, StopParams, TokenLogprobs
@@ -68,7 +69,8 @@ def test_what_a_tokenizer_puts_before_a_text_has_no_characters(tokenizer: Tokeni
     (word,) = tokenizer.encode_word("the")
     choice.prompt_scores.append(TokenLogprobs(-0.5, 1, ()))
     generation = Generation("r", [0, word], SamplingParams(), StopParams(1))
-    plan = Plan("r", 0, "m", (generation,), 1, TextOptions(), echoed_texts=("the",))
+    body, model = CompletionRequest(prompt="the"), TargetModel("m", "", 9, 320, frozenset())
+    plan = Plan("r", 0, body, model, (generation,), 1, TextOptions(), echoed_texts=("the",))
     scores = echoed_logprobs(plan, choice, (), tokenizer)
     assert scores["text_offset"] == [0, 0]
 

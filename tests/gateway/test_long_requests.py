@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from gateway.app import Gateway
-from gateway.off_loop import off_loop
+from gateway.prompts import off_loop
 from gateway.schema import MAX_BIASED_TOKENS, ChatCompletionRequest, CompletionRequest
 from shared.errors import DeadlineExceeded
 from shared.text import Tokenizer

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from gateway import demo
 from gateway.settings import GatewaySettings
+from services import demo
 from shared.errors import SettingsError
 from shared.settings import load_settings, shown_settings
 from shared.text import Tokenizer

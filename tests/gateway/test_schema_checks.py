@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.answer import SchemaChecks
 from gateway.model_text import ModelText
-from gateway.schema_check import SchemaChecks
 from gateway.schema_trial import verdict
 from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, http_client, say

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.stop_patterns import StopPattern, StopPatterns
+from gateway.sampling import StopPattern, StopPatterns
 from shared.errors import InvalidArgument
 from shared.text import StopStrings, Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, error_of, events, say

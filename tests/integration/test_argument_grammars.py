@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.parser import CallArguments, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ToolCallParser
-from gateway.output.tools import Tool, Toolbox
+from gateway.output.tool_formats import Tool, Toolbox
 from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument

@@ -10,8 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.parser import CallArguments, CallBegun, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
-from gateway.output.tool_formats import FAMILIES
-from gateway.output.tools import Tool, Toolbox
+from gateway.output.tool_formats import FAMILIES, Tool, Toolbox
 from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.grammar import Grammar, GrammarKind

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.output.parser import CallArguments, CallBegun, Content, Format, OutputParser
-from gateway.output.reasoning import (
+from gateway.output.parser import (
     KIMI_THINK,
     MISTRAL_THINK,
     SEED_THINK,
+    CallArguments,
+    CallBegun,
+    Content,
+    Format,
+    OutputParser,
     harmony,
     text_only,
     thinking,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.output.parser import Format, OutputParser
-from gateway.output.reasoning import harmony, text_only, thinking
+from gateway.output.parser import Format, OutputParser, harmony, text_only, thinking
 
 THINKING = thinking(text_only, starts_inside=False)
 INSIDE = thinking(text_only, starts_inside=True)

@@ -12,7 +12,7 @@ import pytest
 from tests.gateway.driving import MakeGateway, http_client
 from tests.helpers.fake_target import FakeTarget
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "gateway" / "playground" / "page"
 
 
@@ -125,4 +125,4 @@ async def test_the_page_can_only_be_read(client: httpx.AsyncClient) -> None:
 def test_the_files_are_packaged() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]
-    assert data["gateway.playground"] == ["page/*"]
+    assert data["gateway"] == ["playground/page/*"]

@@ -9,11 +9,10 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from gateway.output.grammar_schema import grammar_schema
+from gateway.constraints import OutputConstraint, grammar_schema, output_constraint
+from gateway.output.argument_formats import TAGS
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
-from gateway.output.tagged_calls import TAGS
-from gateway.output.tools import Tool, Toolbox
-from gateway.sampling import OutputConstraint, output_constraint
+from gateway.output.tool_formats import Tool, Toolbox
 from shared.errors import InvalidArgument
 
 OBJECT = {"type": "object"}
@@ -65,13 +64,13 @@ def test_what_no_grammar_enforces_is_left_out_and_named(
     schema: dict[str, Any], unenforced: list[str], refused: Any
 ) -> None:
     before = copy.deepcopy(schema)
-    enforced = grammar_schema(schema)
-    assert list(enforced.unenforced) == unenforced
+    enforced, lacking = grammar_schema(schema)
+    assert list(lacking) == unenforced
     assert schema == before
-    source = LLMatcher.grammar_from_json_schema(enforced.schema)
+    source = LLMatcher.grammar_from_json_schema(enforced)
     assert not LLMatcher.validate_grammar(source)
     # The grammar allows more, and the check refuses that.
-    assert jsonschema_rs.is_valid(enforced.schema, refused)
+    assert jsonschema_rs.is_valid(enforced, refused)
     assert not jsonschema_rs.is_valid(schema, refused)
 
 
@@ -90,9 +89,9 @@ def test_what_no_grammar_enforces_is_left_out_and_named(
     ids=str,
 )
 def test_what_asks_for_nothing_needs_no_check(schema: dict[str, Any]) -> None:
-    enforced = grammar_schema(schema)
-    assert enforced.unenforced == ()
-    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(enforced.schema))
+    enforced, unenforced = grammar_schema(schema)
+    assert unenforced == ()
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(enforced))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_a_wrong_schema_is_refused_where_no_grammar_would_say(schema: dict[str, 
 
 def test_a_schema_of_an_unknown_kind_is_never_fetched() -> None:
     schema = {"$schema": "http://127.0.0.1:9/schema", "uniqueItems": True}
-    assert grammar_schema(schema).unenforced == ("uniqueItems",)
+    assert grammar_schema(schema)[1] == ("uniqueItems",)
 
 
 FORMATS = [

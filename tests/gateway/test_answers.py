@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from gateway.messages.schema import MessageAnswer
 from gateway.model_text import ModelText
 from gateway.native.schema import GenerateAnswer
-from gateway.reference.answered import ChatAnswer, CompletionAnswer
+from gateway.openapi import ChatAnswer, CompletionAnswer
 from gateway.responses.schema import ResponseAnswer
 from tests.gateway.driving import MESSAGES, MakeGateway, http_client, say
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
