@@ -373,18 +373,10 @@ class Planner:
         )
         if body.speculation is not None:
             generation = with_speculation(generation, body.speculation)
-        start = 0 if scoring is None else scoring.start
-        for num_tokens in map(len, prompts):
-            if not 0 <= start < num_tokens:
-                limit = f"[0, {num_tokens - 1}]"
-                raise InvalidArgument.out_of_range("prompt_logprob_start", start, limit)
+        _check_scoring(scoring, prompts)
         # The first choice has the request's own seed.
         seeds = (choice_seed(sampling.seed, choice) for choice in range(1, num_choices))
         samplings = [sampling, *(replace(sampling, seed=seed) for seed in seeds)]
-        # A completion's output is all text, reasoning included.
-        hides_reasoning = (
-            isinstance(body, ChatCompletionRequest) and body.include_reasoning is False
-        )
         ends = stops[0].stop_token_ids | (frozenset() if body.ignore_eos else model.eos_token_ids)
         return Plan(
             request_id=request_id,
@@ -397,22 +389,42 @@ class Planner:
                 for each in samplings
             ),
             num_choices=num_choices,
-            text=TextOptions(
-                stop_strings=_as_tuple(body.stop),
-                stop_patterns=tuple(map(StopPattern.of, _as_tuple(body.stop_regex))),
-                include_stop=body.keeps_stop,
-                skip_special_tokens=body.skip_special_tokens is not False,
+            text=replace(
+                _text_options(body),
                 hidden_token_ids=frozenset() if body.keeps_stop else ends,
                 with_logprobs=top_logprobs is not None,
-                with_rounds=body.speculation is not None and body.speculation.trace,
                 output=output,
-                include_reasoning=not hides_reasoning,
                 hides_output=hides_output,
                 schemas=constraint.schemas,
                 keeps_output=constraint.schemas is not None,
             ),
             grammar_field=constraint.field,
         )
+
+
+def _text_options(body: GenerationBody) -> TextOptions:
+    """Returns the options that follow from the body alone."""
+    # A completion's output is all text, reasoning included.
+    hides_reasoning = isinstance(body, ChatCompletionRequest) and body.include_reasoning is False
+    return TextOptions(
+        stop_strings=_as_tuple(body.stop),
+        stop_patterns=tuple(map(StopPattern.of, _as_tuple(body.stop_regex))),
+        include_stop=body.keeps_stop,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        with_rounds=body.speculation is not None and body.speculation.trace,
+        include_reasoning=not hides_reasoning,
+    )
+
+
+def _check_scoring(scoring: PromptScoring | None, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises:
+    InvalidArgument: the first token to score is not in a prompt.
+    """
+    start = 0 if scoring is None else scoring.start
+    for num_tokens in map(len, prompts):
+        if not 0 <= start < num_tokens:
+            limit = f"[0, {num_tokens - 1}]"
+            raise InvalidArgument.out_of_range("prompt_logprob_start", start, limit)
 
 
 def _check_streaming(body: GenerationBody) -> None:
