@@ -16,12 +16,7 @@ from starlette.staticfiles import StaticFiles
 from gateway import bodies
 from gateway.answer import Answer
 from gateway.event_stream import ChatEncoder, CompletionEncoder, respond
-from gateway.failures import (
-    FAILURES,
-    NOTICE_HEADER,
-    json_response,
-    on_error,
-)
+from gateway.failures import FAILURES, NOTICE_HEADER, json_response, on_error
 from gateway.http_server import FILES_PREFIX, Access, BodyLimit, JsonRoute, RequestId
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
@@ -39,9 +34,7 @@ from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.workers import ForAllWorkers
 from shared.errors import InvalidArgument
-from shared.telemetry.tracing import (
-    REQUEST_ID_KEY,
-)
+from shared.telemetry.tracing import REQUEST_ID_KEY
 
 __all__ = ["Gateway", "create_app"]
 

@@ -312,10 +312,9 @@ def _are_disjoint(alternatives: list[Any], whole: JsonSchema) -> bool:
         return True
     if any(names != {"object"} for names in types):
         return False
-    required = [_strings(schema.get("required")) for schema in schemas]
-    return any(
-        _is_discriminator(name, schemas, whole) for name in frozenset.intersection(*required)
-    )
+    required_names = [_strings(schema.get("required")) for schema in schemas]
+    common = frozenset.intersection(*required_names)
+    return any(_is_discriminator(name, schemas, whole) for name in common)
 
 
 def _is_discriminator(name: str, schemas: Sequence[Mapping[str, Any]], whole: JsonSchema) -> bool:

@@ -97,7 +97,7 @@ class TargetSettings(ServiceSettings):
         "quantise the weights of the layers to 8 bits; embedding and lm_head stay",
     )
     enable_deterministic_inference: bool = setting(
-        False, "refuse GPUs before Hopper, and warn of products, whose bits depend on the batch"
+        False, "refuse GPUs before Hopper; warn of products whose bits depend on the batch"
     )
     enable_return_routed_experts: bool = setting(
         False, "record the experts of each token, for `return_routed_experts` of /generate"

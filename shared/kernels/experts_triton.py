@@ -13,7 +13,7 @@ from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.experts import ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
-from shared.kernels.linear import MAX_SEGMENT, WORD_BLOCK, scale_rows
+from shared.kernels.linear import MAX_SEGMENT, WORD_BLOCK, Segments, scale_rows
 from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Partials
 from shared.kernels.quantised import quantised_rows
 from shared.kernels.scaled_jit import (
@@ -431,6 +431,7 @@ def _launch(
     if is_8_bit:
         inputs, row_scales = quantised_rows(inputs, values.dtype, is_by_block=num_scale_rows > 0)
         num_segments = triton.cdiv(depth, MAX_SEGMENT[values.dtype])
+    segments = Segments.of(depth, num_segments)
     shape = tile_shape(tiles.num_rows, inputs.dtype, has_blocks=num_scale_rows > 0)
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
@@ -449,8 +450,7 @@ def _launch(
         BLOCK_PAIRS=0 if not is_found else _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MOST_FOUND,
         AHEAD=ahead,
         HAS_SCALES=scales is not None, SCALE_ROWS=num_scale_rows, IS_8_BIT=is_8_bit,
-        SEGMENT=triton.cdiv(depth, num_segments * WORD_BLOCK) * WORD_BLOCK,
-        NUM_SEGMENTS=num_segments, HAS_BIAS=bias is not None,
+        SEGMENT=segments.length, NUM_SEGMENTS=segments.count, HAS_BIAS=bias is not None,
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,
         STEP=shape.step, IS_FLOAT32=is_float32, num_warps=shape.num_warps,

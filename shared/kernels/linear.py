@@ -46,6 +46,12 @@ class Segments:
     length: int
     count: int
 
+    @classmethod
+    def of(cls, depth: int, count: int) -> Segments:
+        """Cuts `depth` into at most `count` segments of whole blocks."""
+        length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
+        return cls(length, -(-depth // length))
+
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariantOperand:
@@ -76,8 +82,7 @@ class BatchInvariantOperand:
             count *= 2
         while count * MAX_SEGMENT.get(self.values.dtype, depth) < depth:
             count *= 2
-        length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
-        return Segments(length, -(-depth // length))
+        return Segments.of(depth, count)
 
 
 def can_be_batch_invariant(weight: Tensor) -> bool:

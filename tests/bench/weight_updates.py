@@ -7,8 +7,8 @@ sender; with one GPU, copies within its memory stand in for what NCCL would writ
 link's own time is left out. Of a draft's swaps it prints the longest wait for a token in rounds.
 Of a learner, in a process of its own, it prints what it costs: it trains for a tenth of the time on
 the same GPU, and all the time on the second one where there is one. It is stopped and goes on in
-turns; printed are tokens a second of both, and whether all answers stay the same, which takes
-`--enable-deterministic-inference` on a GPU. `--parts` names what is measured.
+turns; printed are tokens a second of both, and whether all answers stay the same. `--parts` names
+what is measured.
 """
 
 from __future__ import annotations
