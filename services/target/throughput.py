@@ -28,15 +28,31 @@ class _Level:
     trials: float = 0.0
     hits: float = 0.0
 
+    def observe(self, num_trials: int, num_hits: int) -> None:
+        """Adds the trials of a round, perhaps none."""
+        memory = MEMORY
+        if not num_trials:
+            memory = UNTRIED_MEMORY if self.trials > LEAST_TRIALS else 1.0
+        self.trials = memory * self.trials + num_trials
+        self.hits = memory * self.hits + num_hits
 
-_Kind: TypeAlias = tuple[int, bool, bool]
-"""Breadth (top-k) of the trees, whether they grow ahead, and whether their sequences are greedy."""
+    def rate(self, prior: float) -> float:
+        """Returns the share of hits."""
+        return (self.hits + FIRST_WEIGHT * prior) / (self.trials + FIRST_WEIGHT)
+
+
+FIRST_FORESEEN = 0.9
+"""Prior of the share of verdicts that a draft foresees."""
+_Kind: TypeAlias = tuple[int, bool]
+"""Breadth (top-k) of the trees, and whether their sequences are greedy."""
 
 
 class Acceptance:
-    """Acceptance rate of each tree level after an accepted one, by kind of trees and sampling.
+    """Acceptance rate of each tree level after an accepted one, by kind of trees and sampling, and
+    the share of verdicts that were foreseen where trees grow ahead.
 
-    If trees grow ahead, a verdict that the draft did not foresee counts as a rejected first level.
+    A tree grown ahead is accepted like any other of its kind, if there is one. So what is seen of
+    either way of drafting tells about both.
 
     Estimates of levels and breadths that are not in use slowly become uncertain. Uncertain ones are
     estimated with a margin on top, so that they are tried again.
@@ -44,19 +60,25 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._levels: dict[_Kind, list[_Level]] = {}
+        self._foreseen = {is_greedy: _Level() for is_greedy in (False, True)}
 
-    def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
+    def observe(
+        self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int], num_unforeseen: int = 0
+    ) -> None:
         """Counts rounds with trees of a shape.
 
         Args:
-            accepted: number of accepted nodes of each round.
+            accepted: number of accepted nodes of each tree.
+            num_unforeseen: rounds without a tree, because none was grown for the verdict before.
         """
+        num_foreseen = len(accepted) if shape.is_ahead else 0
+        self._foreseen[is_greedy].observe(num_foreseen + num_unforeseen, num_foreseen)
         if not accepted:
             return
-        tried = self._levels.setdefault((shape.topk, shape.is_ahead, is_greedy), [])
+        tried = self._levels.setdefault((shape.topk, is_greedy), [])
         depth = min(shape.num_steps, shape.max_node_count)
         tried.extend(_Level() for _ in range(len(tried), depth))
-        for (*_, kind), levels in self._levels.items():
+        for (_, kind), levels in self._levels.items():
             if kind is not is_greedy:
                 continue
             for index, level in enumerate(levels):
@@ -64,23 +86,21 @@ class Acceptance:
                 if levels is tried and index < depth:
                     num_trials = sum(count >= index for count in accepted)
                     num_hits = sum(count > index for count in accepted)
-                memory = MEMORY
-                if not num_trials:
-                    memory = UNTRIED_MEMORY if level.trials > LEAST_TRIALS else 1.0
-                level.trials = memory * level.trials + num_trials
-                level.hits = memory * level.hits + num_hits
+                level.observe(num_trials, num_hits)
 
     def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.
 
         Args:
-            hope: optimism, added to the rate of every level, together with twice the largest
-                standard deviation that a rate of so few trials can have; 0 adds neither.
+            hope: optimism, added to each rate, together with twice the largest standard deviation
+                that a rate of so few trials can have; 0 adds neither.
         """
         total, survival = 1.0, 1.0
+        if shape.is_ahead:
+            foreseen = self._foreseen[is_greedy]
+            survival = _hoped(foreseen.rate(FIRST_FORESEEN), foreseen.trials, hope)
         for rate, num_trials in self._rates(shape, is_greedy=is_greedy):
-            margin = hope + 1.0 / math.sqrt(1.0 + num_trials) if hope else 0.0
-            survival *= min(rate + margin, 1.0)
+            survival *= _hoped(rate, num_trials, hope)
             total += survival
         return total
 
@@ -94,17 +114,23 @@ class Acceptance:
     def _rates(self, shape: TreeShape, *, is_greedy: bool) -> list[tuple[float, float]]:
         """Returns the rate of each level, and its number of trials."""
         nearest = min(
-            (kind for kind in self._levels if kind[2] is is_greedy),
-            key=lambda kind: (kind[1] is not shape.is_ahead, abs(math.log2(kind[0] / shape.topk))),
+            (kind for kind in self._levels if kind[1] is is_greedy),
+            key=lambda kind: abs(math.log2(kind[0] / shape.topk)),
             default=None,
         )
         levels = self._levels[nearest] if nearest else []
         rates, rate = list[tuple[float, float]](), FIRST_RATE
         for index in range(min(shape.num_steps, shape.max_node_count)):
             level = levels[index] if index < len(levels) else _Level()
-            rate = (level.hits + FIRST_WEIGHT * rate) / (level.trials + FIRST_WEIGHT)
+            rate = level.rate(rate)
             rates.append((rate, level.trials))
         return rates
+
+
+def _hoped(rate: float, num_trials: float, hope: float) -> float:
+    """Returns a rate with the margin of `Acceptance.tokens`."""
+    margin = hope + 1.0 / math.sqrt(1.0 + num_trials) if hope else 0.0
+    return min(rate + margin, 1.0)
 
 
 @dataclass(slots=True)
@@ -158,6 +184,7 @@ def compared(rates: Mapping[Choice, float], num_sequences: int) -> str:
     figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []
     if best is not None:
         shape = f"{best.num_steps} deep, {best.topk} wide"
+        shape += ", drafted ahead" if best.is_ahead else ""
         figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
     sequences = "1 sequence" if num_sequences == 1 else f"{num_sequences} sequences"
     return f"with {sequences}: {', '.join(figures)}"

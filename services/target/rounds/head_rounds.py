@@ -542,14 +542,21 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if round_.is_alone and not lanes.runner.is_late and results:
             policy.observe_time(round_.shape, len(results), round_.duration_s)
         for is_greedy in (False, True):
-            accepted = [
-                len(result.token_ids) - 1
+            own = [
+                result
                 for sequence, result in results
                 if sequence is not None
                 and sequence.sampling.is_greedy is is_greedy
                 and not num_read(sequence)
             ]
-            policy.observe(round_.shape, is_greedy=is_greedy, accepted=accepted)
+            # A round that waited for its trees and has none was late, which the runner reports.
+            with_tree = [r for r in own if r.num_drafted or not round_.shape.is_ahead]
+            policy.observe(
+                round_.shape,
+                is_greedy=is_greedy,
+                accepted=[len(result.token_ids) - 1 for result in with_tree],
+                num_unforeseen=len(own) - len(with_tree),
+            )
 
     def _commit_part(
         self, round_: LaunchedRound, sequence: Sequence, result: SequenceRound

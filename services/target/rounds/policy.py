@@ -68,6 +68,7 @@ class LanePolicy:
         self._may_probe_s = -math.inf
         # Measured seconds minus those of the table, by size of the batch and timed choice.
         self._offsets_s: dict[int, dict[Choice, float]] = {}
+        self._last_offset_s: dict[tuple[int, Choice], float] = {}
         self._num_timed: Counter[tuple[int, Choice]] = Counter()
 
     @property
@@ -106,9 +107,13 @@ class LanePolicy:
         self._seen_s[self._choice] = now_s
         return self._choice
 
-    def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
-        """Adds the accepted lengths of a round, of either the greedy lanes or the others."""
-        self._acceptance.observe(shape, is_greedy=is_greedy, accepted=accepted)
+    def observe(
+        self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int], num_unforeseen: int = 0
+    ) -> None:
+        """Adds a round of either the greedy lanes or the others; see `Acceptance.observe`."""
+        self._acceptance.observe(
+            shape, is_greedy=is_greedy, accepted=accepted, num_unforeseen=num_unforeseen
+        )
 
     def observe_time(self, choice: Choice, num_lanes: int, seconds: float) -> None:
         """Adds the time of a round or a plain step beside which nothing else was computed.
@@ -121,11 +126,16 @@ class LanePolicy:
         if expected_s is None:
             return
         size = _size(num_lanes)
+        offset_s = max(seconds - expected_s, 0.0)
+        # A single step may take any time, so of two in a row the shorter one counts.
+        before_s = self._last_offset_s.get((size, choice))
+        self._last_offset_s[size, choice] = offset_s
+        if before_s is None:
+            return
+        offset_s = min(offset_s, before_s)
         num_timed = self._num_timed[size, choice]
         offsets_s = self._offsets_s.setdefault(size, {})
         mean_s = offsets_s.get(choice, 0.0)
-        # A single step may take any time; steps that all take long raise the bound.
-        offset_s = min(max(seconds - expected_s, 0.0), expected_s + 2.0 * mean_s)
         change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (offset_s - mean_s)
         offsets_s[choice] = mean_s + change_s
         self._num_timed[size, choice] += 1
