@@ -164,6 +164,10 @@ class Engine:
         """Frees every cached page that no sequence reads; returns their number."""
         return self._inbox.call(self._flush)
 
+    def draft_updated(self) -> Future[None]:
+        """A draft has new weights: what its model computed before is not used again."""
+        return self._inbox.call(self._loop.draft_updated)
+
     def renew_policies(self) -> Future[None]:
         """Forgets how fast drafts have been, and how much of their trees was accepted."""
         return self._inbox.call(self._loop.renew_policies)

@@ -252,6 +252,7 @@ class TargetProcess:
     async def _update_draft(self, folder: Path, version: str) -> float:
         assert self._embedded is not None
         pause_s = await asyncio.to_thread(self._embedded.take_weights, folder, version)
+        self._engine.draft_updated()
         self._model.note_change(self._embedded.algorithm, version)
         return pause_s
 

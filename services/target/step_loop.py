@@ -366,6 +366,7 @@ class StepLoop:
         """Asserts that every page is free or cached, while no sequence runs."""
         assert self.leases.num_held_pages == 0, f"{self.leases.num_held_pages} pages leaked"
         self.leases.check()
+        self._rounds.check_idle()
 
     def fail_all(self, error: OutriderError) -> None:
         """Fails every open request and ends every draft's stream."""
@@ -391,6 +392,10 @@ class StepLoop:
         """Notes the idle time of the device if nothing is in flight behind what was read."""
         if not self._is_computing:
             self._host_gap.read(self.clock())
+
+    def draft_updated(self) -> None:
+        """A draft has new weights: what its model computed before is not used again."""
+        self._rounds.retire_head_cache()
 
     def renew_policies(self) -> None:
         """Forgets what policies have observed."""

@@ -233,14 +233,14 @@ class PageGroup:
     """The pages of one process, and the prefix cache over them.
 
     Attributes:
-        page_range: its page numbers, without its padding page.
+        numbers: its page numbers, without its padding page.
         pages: its free list.
         retired: prefix caches of replaced weights, kept while leases still read their pages.
     """
 
-    def __init__(self, page_range: range) -> None:
-        self.page_range = page_range
-        self.pages = PagePool(page_range)
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self.pages = PagePool(numbers)
         self.cache = PrefixCache()
         self.retired: list[PrefixCache] = []
 
@@ -263,7 +263,7 @@ class PageGroup:
             raise OutOfPages(count, self.num_available)
         num_missing = count - len(self.pages.free)
         if num_missing > 0:
-            min_evicted = len(self.page_range) // _MIN_EVICTED_SHARE
+            min_evicted = len(self.numbers) // _MIN_EVICTED_SHARE
             self.pages.release(self.cache.evict(max(num_missing, min_evicted)))
         return self.pages.allocate(count)
 
@@ -358,6 +358,13 @@ class KvLeases:
         self._leases: dict[int, KvLease] = {}
         self._branches: dict[int, KvBranch] = {}
         self.num_returns = 0
+
+    @classmethod
+    def over(cls, pages: Sequence[int], page_size: int, *, prefix_cache: bool = True) -> KvLeases:
+        """Returns leases of the given pages of a pool, in one group."""
+        leases = cls(1 + len(pages), page_size, prefix_cache=prefix_cache)
+        leases._groups = (PageGroup(pages),)
+        return leases
 
     @property
     def num_free_pages(self) -> int:
@@ -538,9 +545,9 @@ class KvLeases:
             cached = [page for node in nodes for page in node.pages]
             held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
             held += [page for branch in branches for page in branch.pages]
-            owned, num_free, total = cached + held, len(group.pages.free), len(group.page_range)
+            owned, num_free, total = cached + held, len(group.pages.free), len(group.numbers)
             assert len(set(owned)) == len(owned), "a page has two owners"
-            assert all(page in group.page_range for page in owned), "a page is in another group"
+            assert set(owned) <= set(group.numbers), "a page is in another group"
             assert len(cached) == sum(cache.num_pages for cache in group.caches)
             assert len(owned) + num_free == total, (
                 f"free {num_free} + cached {len(cached)} + held {len(held)} is not total {total}"

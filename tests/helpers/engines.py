@@ -156,7 +156,7 @@ def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLease
     leases = KvLeases(pool.num_leased_pages, pool.page_size, num_groups=pool.num_ranks)
     if num_pages is not None:
         leases._groups = tuple(
-            PageGroup(group.page_range[: count - 1])
+            PageGroup(group.numbers[: count - 1])
             for group, count in zip(leases._groups, num_pages, strict=True)
         )
         leases.num_pages = sum(num_pages) - len(num_pages)  # without padding pages

@@ -382,6 +382,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 _free(ring, message.feature_ring_taken.end)
             elif kind == "weights_updated":
                 version = message.weights_updated.weight_version[:_LONGEST_VERSION]
+                self._engine.draft_updated()
                 self._note_change(identity.algorithm, version)
             elif kind == "mapped_head_ready":
                 self._engine.map_head(attachment_id, tuple(message.mapped_head_ready.pages))

@@ -31,7 +31,7 @@ from services.target.rounds.round_steps import (
 )
 from services.target.sequence import Sequence
 from services.target.token_masks import TokenMasks
-from shared.kv.leases import KvLeases, OutOfPages, PagePool
+from shared.kv.leases import KvLease, KvLeases, OutOfPages
 from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import SequenceRound
@@ -69,7 +69,11 @@ class HeadLanes(RoundLanes):
         super().__init__(leases, features, masks, source.max_context_tokens, store)
         self.shapes = shapes
         self._algorithm = algorithm
-        self._head_pages = PagePool(source.pages)
+        # Keys and values of a language model depend on tokens alone, so later sequences with the
+        # same prefix can read them. Those of a head take one layer to compute.
+        self._head_leases = KvLeases.over(
+            source.pages, leases.page_size, prefix_cache=store is None
+        )
         self._reads_prompts = reads_prompts
         # Sequences that got their lanes since the last launch.
         self._joined: list[Sequence] = []
@@ -167,8 +171,18 @@ class HeadLanes(RoundLanes):
         self._refused.pop(sequence.sequence_id, None)
         lane = self._lanes.get(sequence.sequence_id)
         super().forget(sequence)
-        if lane is not None:
-            self._head_pages.release(lane.head_pages)
+        if lane is not None and lane.head_lease is not None:
+            computed = sequence.token_ids[: lane.num_head_rows]
+            self._head_leases.close(lane.head_lease, computed)
+
+    def check_idle(self) -> None:
+        """Asserts that every page of the head is free or cached, while no sequence runs."""
+        assert not self._head_leases.num_held_pages, "pages of the head leaked"
+        self._head_leases.check()
+
+    def retire_head_cache(self) -> None:
+        """Ends the reuse of keys and values that the draft's model has computed so far."""
+        self._head_leases.retire()
 
     def _give_up(self, error: RuntimeError) -> None:
         """Takes lanes away after a lack of memory: from the sequences that joined since the last
@@ -188,15 +202,26 @@ class HeadLanes(RoundLanes):
         try:
             if self.holds(sequence) or self._has_features(lane):
                 self._leases.grow(sequence.open_lease, shape.num_kv_tokens(length))
-                num_pages = -(-shape.num_head_kv_tokens(length) // self._leases.page_size)
-                if num_pages > len(lane.head_pages):
-                    num_missing = num_pages - len(lane.head_pages)
-                    lane.head_pages += self._head_pages.allocate(num_missing)
+                self._head_leases.grow(self._head_lease(lane), shape.num_head_kv_tokens(length))
                 return True
         except OutOfPages:
             pass
         self._refuse(sequence)
         return False
+
+    def _head_lease(self, lane: Lane) -> KvLease:
+        """Returns a lane's lease of the head's pages, opened on the longest cached prefix. Rounds
+        write the rows of the last tokens, so the prefix ends before these."""
+        if lane.head_lease is None:
+            tokens = lane.sequence.token_ids
+            if self.store is None:
+                prefix = tokens[: max(len(tokens) - self.shapes.max_tree_rows, 0)]
+            else:
+                prefix = []
+            salt = lane.sequence.request.cache_salt
+            lane.head_lease = self._head_leases.open(prefix, salt)
+            lane.num_head_rows = lane.head_lease.num_cached_tokens
+        return lane.head_lease
 
     def _has_features(self, lane: Lane) -> bool:
         """Whether all features that the head has yet to read are stored. The sequence takes no part
@@ -262,6 +287,16 @@ class HeadSteps(RoundSteps[HeadLanes]):
         policy = self._new_policy(lanes.shapes)
         lanes.shapes.head.warmed_up(None if policy is None else policy.costs.seconds)
         self._attachment, self._lanes, self.policy = attachment, lanes, policy
+
+    def check_idle(self) -> None:
+        """See `HeadLanes.check_idle`."""
+        if self._lanes is not None:
+            self._lanes.check_idle()
+
+    def retire_head_cache(self) -> None:
+        """See `HeadLanes.retire_head_cache`."""
+        if self._lanes is not None:
+            self._lanes.retire_head_cache()
 
     def renew_policy(self) -> None:
         """Forgets what the policy has observed."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.target.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.drafts.feature_store import FeatureFeed, FeatureStore
 from services.target.requests.request import GenerationRequest
 from services.target.sequence import Sequence
 from services.target.token_masks import TokenMasks
-from shared.kv.leases import KvLeases
+from shared.kv.leases import KvLease, KvLeases
 from shared.runtime.lane_sampling import LaneMasks
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane, SequenceRound
@@ -29,13 +29,18 @@ class Lane:
     """The state that rounds keep of a running sequence.
 
     Attributes:
-        head_pages: KV pages of the head, in logical order.
+        head_lease: KV pages of the head; None where drafts have them in other processes.
         num_head_rows: computed rows of the head.
     """
 
     sequence: Sequence
-    head_pages: list[int] = field(default_factory=list)
+    head_lease: KvLease | None = None
     num_head_rows: int = 0
+
+    @property
+    def head_pages(self) -> SequenceOf[int]:
+        """The head's KV pages, in logical order."""
+        return () if self.head_lease is None else self.head_lease.pages
 
     @property
     def new_lane(self) -> NewLane:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.target.engine import Engine
+from services.target.requests.request import GenerationRequest
 from services.target.rounds import head_rounds
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import RoundShapes
@@ -363,6 +365,32 @@ def test_a_model_drafts_ahead_while_sequences_come_and_go(
         # Most verdicts are foreseen, but those of rounds in which a sequence joins.
         assert num_drafted >= 0.7 * CHAIN.num_steps * (num_rounds - len(requests))
         assert num_accepted > 0.8 * num_drafted
+
+
+def test_a_model_reads_what_it_computed_for_an_earlier_prompt(pair: Pair, tmp_path: Path) -> None:
+    """Not under another salt, and not once its weights have changed."""
+    with _setup(pair) as setup:
+        draft = setup.attach(tree=CHAIN, model=_model(tmp_path, TARGET_SEED))
+
+        def first_row(asked: GenerationRequest) -> int:
+            """Returns the first row that the draft computes for a request."""
+            draft.commands.clear()
+            tokens = run(setup.engine, [asked]).token_ids(0)
+            assert tokens == run_plain(pair.decoder, [asked]).token_ids(0)
+            rounds = [each for each in draft.commands if isinstance(each, MappedRound)]
+            return next(each.backlogs[0].start for each in rounds if each.backlogs)
+
+        prompt = [number % 19 for number in range(40)]
+        first = request(prompt)
+        assert first_row(first) == 0
+        setup.reports.clear()
+        assert first_row(first) == 32, "whole pages before the rows that rounds write"
+        assert setup.num_accepted > 12
+        answer = run_plain(pair.decoder, [first]).token_ids(0)
+        assert first_row(request([*prompt, *answer, 7])) > 50, "the answer is cached, too"
+        assert first_row(replace(first, cache_salt="another")) == 0
+        setup.engine.draft_updated()
+        assert first_row(first) == 0
 
 
 SHAPES = (TreeShape(5, 1, 6), TreeShape(1, 1, 2), TreeShape(3, 1, 4))
