@@ -269,21 +269,25 @@ class MappedHeadWorker:
 
     def _take(self, command: MappedRound) -> None:
         self._round += 1
-        if self._features is None:
-            # Without features the backlogs depend on nothing that the target has yet to compute.
-            self._compute_backlogs(command.backlogs)
-            self._await_go()
-        else:
-            self._await_go()
-            self._compute_backlogs(command.backlogs)
-        if command.open_shape is not None:
-            self._read_open_rows(self._rounds[command.open_shape], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
         # If all sequences are new, no prepared chain is for them.
         is_new = len(command.backlogs) >= num_slots
         was_prepared = is_ahead and self._prepared is rounds and not is_new
-        self._run(rounds, num_slots, command.sampling, _Part.SELECT if was_prepared else _Part.GROW)
+        # Without features the backlogs depend on nothing that the target has yet to compute. New
+        # sequences have no prepared chains, and those of the others need no backlog.
+        awaits_first = was_prepared or self._features is not None
+        if awaits_first:
+            self._await_go()
+        if was_prepared:
+            self._run(rounds, num_slots, command.sampling, _Part.SELECT)
+        self._compute_backlogs(command.backlogs)
+        if not awaits_first:
+            self._await_go()
+        if command.open_shape is not None:
+            self._read_open_rows(self._rounds[command.open_shape], command.num_slots)
+        if not was_prepared:
+            self._run(rounds, num_slots, command.sampling, _Part.GROW)
         if is_ahead:
             self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
         self._prepared = rounds if is_ahead else None
