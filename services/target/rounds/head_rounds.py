@@ -492,8 +492,10 @@ class HeadSteps(RoundSteps[HeadLanes]):
     def _round(self, lanes: HeadLanes, *, is_alone: bool) -> LaunchedRound:
         """Returns the record of a round that is launched now."""
         shape = lanes.shapes.shape
-        if shape != self._last_shape:  # the first round of a shape has no trees grown ahead
-            shape = replace(shape, is_ahead=False)
+        if shape != self._last_shape:
+            # The first round of a shape has no trees grown ahead, and waits until the draft is done
+            # with those that it grew for the shape before.
+            shape, is_alone = replace(shape, is_ahead=False), False
         num_rows = lanes.runner.shape.num_tree_rows
         return LaunchedRound(self._clock(), shape, num_rows, is_alone)
 

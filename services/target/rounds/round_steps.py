@@ -130,7 +130,8 @@ class LaunchedRound:
     Attributes:
         start_s: when it was launched; once it is read, when the device could begin with it.
         num_tree_rows: rows that the target computes for each sequence.
-        is_alone: no step was planned beside it, and no sequence joined.
+        is_alone: its time is that of its shape: no step was planned beside it, no sequence joined,
+            and the round before had the same shape.
         end_s: when it was read.
         host_gap_s: how long the device was idle before it, because of the host.
         trees: in rounds with pushed trees, the tree verified for each sequence that takes part. For

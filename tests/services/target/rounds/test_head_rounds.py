@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -312,6 +313,21 @@ def test_plain_steps_are_timed_from_read_to_read(
     assert len(timed) >= len(plain) - 1  # the first may come behind a prompt
     # The clock's reads between a step's read and its report are all that may differ.
     assert sum(timed[-10:]) == pytest.approx(ends_s[-1] - ends_s[0], abs=2.0)
+
+
+@pytest.mark.parametrize(("num_each", "are_timed"), [(1, False), (3, True)])
+def test_the_first_round_of_a_shape_is_not_timed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, num_each: int, *, are_timed: bool
+) -> None:
+    """It waits for what the draft does for the shape before."""
+    shapes, numbers, timed = (TREE, *OTHER_TREES), itertools.count(), list[Choice]()
+    monkeypatch.setattr(
+        LanePolicy, "choose", lambda *_: shapes[next(numbers) // num_each % len(shapes)]
+    )
+    monkeypatch.setattr(LanePolicy, "observe_time", lambda _, choice, *__: timed.append(choice))
+    setup = _setup(pair, other_trees=OTHER_TREES)
+    run(setup.engine, [request([1, 2, 3], stop=StopParams(60, ignore_eos=True))])
+    assert bool([choice for choice in timed if choice is not None]) is are_timed
 
 
 def test_grammar_that_cannot_be_followed_ends_its_lane_alone(pair: Pair) -> None:
