@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from services.draft.learner.student import Teaching
 from services.draft.learner.students import HeadStudent
 from services.draft.learner.traffic import Example
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
 from tests.helpers.checkpoints import build_model, write_byte_tokenizer, write_checkpoint
@@ -62,7 +62,7 @@ async def _run(num_steps: int, num_updates: int, folder: Path) -> None:
     write_byte_tokenizer(folder / "target")
     first = FrozenTarget(copy.deepcopy(model))
     torch.manual_seed(0)
-    shape = first.head_shape(Algorithm.EAGLE, HeadSizes())
+    shape = first.head_shape(Algorithm.EAGLE)
     save_head(build_head(shape), folder / "head", dtype=torch.float32)
     ends = _Ends(first.embedding, first.lm_head)
     frozen, learning = (

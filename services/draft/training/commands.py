@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from services.draft.training.documents import (
 )
 from services.draft.training.frozen_target import (
     FrozenTarget,
-    HeadSizes,
     answered_documents,
     end_token_ids,
     write_answers,
@@ -58,20 +58,21 @@ from shared.models.heads.loader import read_token_map
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns the parser of all commands; the chosen one is `command`."""
+    """Returns the parser of all commands; `run` is the function of the chosen one."""
     root = argparse.ArgumentParser(
         prog="python -m services.draft.training",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = root.add_subparsers(dest="command", required=True)
-    _tokenize(_command(commands, "tokenize", "encode texts and chats"))
-    _generate(_command(commands, "generate", "let the target answer prompts"))
-    _token_map(_command(commands, "token-map", "list the most frequent tokens"))
-    _train(_command(commands, "train", "train a head"))
-    _average(_command(commands, "average", "mix the weights of heads of one shape"))
-    _evaluate(_command(commands, "evaluate", "measure the accepted length"))
-    _curves(_command(commands, "curves", "draw a training log"))
+    for name, (summary, add_flags, run) in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        if name not in ("average", "curves"):
+            command.add_argument("--target", type=Path, required=True, help="folder of the target")
+        add_flags(command)
+        command.set_defaults(run=run)
     return root
 
 
@@ -98,17 +99,6 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; it must be positive and finite")
     return value
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    if name not in ("average", "curves"):
-        command.add_argument("--target", type=Path, required=True, help="folder of the target")
-    return command
 
 
 def _device(command: argparse.ArgumentParser) -> None:
@@ -161,8 +151,8 @@ def _train(command: argparse.ArgumentParser) -> None:
 
 
 def _sizes(group: argparse._ArgumentGroup) -> None:
-    for flag in ("intermediate-size", "num-heads", "num-kv-heads", "head-dim", "num-layers"):
-        group.add_argument(f"--{flag}", type=count)
+    for name in ("intermediate-size", "num-heads", "num-kv-heads", "head-dim", "num-layers"):
+        group.add_argument(f"--{name}", type=count)
     group.add_argument("--token-map", type=Path, help="EAGLE3: its own vocabulary")
     group.add_argument("--feature-layers", type=int, nargs="+", help="streams of the target")
     group.add_argument("--block-size", type=count, default=8, help="DFLASH")
@@ -216,6 +206,10 @@ def _curves(command: argparse.ArgumentParser) -> None:
     command.add_argument("--title", default="")
 
 
+_SIZES = (
+    *("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"),
+    *("block_size", "mask_token_id"),
+)
 UNROLL = {Algorithm.EAGLE: 1, Algorithm.EAGLE3: 5, Algorithm.MTP: 3}
 
 
@@ -262,7 +256,15 @@ def train(arguments: argparse.Namespace) -> None:
     with join_ranks(arguments.device) as ranks:
         target = _target(arguments, ranks.device)
         objective = _objective(arguments, target, _head(arguments, target))
-        plan = _plan(arguments)
+        plan = TrainingPlan(
+            out=arguments.out,
+            num_steps=arguments.steps,
+            seconds=arguments.seconds,
+            batch_size=arguments.batch_size,
+            log_every=arguments.log_every,
+            save_every=arguments.save_every,
+            seed=arguments.seed,
+        )
         sources = [Source(Documents.load(path), share) for path, share in arguments.data]
         trainer = Trainer(
             plan,
@@ -340,20 +342,11 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
         vocab_size = target.model.config.vocab_size
         token_ids = read_token_map(arguments.token_map, vocab_size).tolist()
-    layers = arguments.feature_layers
-    sizes = HeadSizes(
-        intermediate_size=arguments.intermediate_size,
-        num_heads=arguments.num_heads,
-        num_kv_heads=arguments.num_kv_heads,
-        head_dim=arguments.head_dim,
-        draft_vocab_size=None if token_ids is None else len(token_ids),
-        feature_layers=None if layers is None else tuple(layers),
-        num_layers=arguments.num_layers,
-        block_size=arguments.block_size,
-        mask_token_id=arguments.mask_token_id,
-    )
+    sizes = {name: getattr(arguments, name) for name in _SIZES}
+    sizes["feature_layers"] = arguments.feature_layers and tuple(arguments.feature_layers)
+    sizes["draft_vocab_size"] = None if token_ids is None else len(token_ids)
     torch.manual_seed(arguments.seed)
-    head = build_head(target.head_shape(algorithm, sizes), token_ids)
+    head = build_head(target.head_shape(algorithm, **sizes), token_ids)
     init_from_target(head, target)
     return head.to(target.device)
 
@@ -385,18 +378,6 @@ def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _plan(arguments: argparse.Namespace) -> TrainingPlan:
-    return TrainingPlan(
-        out=arguments.out,
-        num_steps=arguments.steps,
-        seconds=arguments.seconds,
-        batch_size=arguments.batch_size,
-        log_every=arguments.log_every,
-        save_every=arguments.save_every,
-        seed=arguments.seed,
-    )
-
-
 def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
     rows = read_log(plan.folder / LOG_FILE)
     if not rows:
@@ -415,3 +396,15 @@ def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
 def _save(documents: Documents, path: Path) -> None:
     documents.save(path)
     print(f"{path}: {len(documents)} documents, {len(documents.tokens):,} tokens")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[argparse.Namespace], None]]] = {
+    "tokenize": ("encode texts and chats", _tokenize, tokenize),
+    "generate": ("let the target answer prompts", _generate, generate),
+    "token-map": ("list the most frequent tokens", _token_map, make_token_map),
+    "train": ("train a head", _train, train),
+    "average": ("mix the weights of heads of one shape", _average, average),
+    "evaluate": ("measure the accepted length", _evaluate, evaluate),
+    "curves": ("draw a training log", _curves, draw),
+}
+"""What each command does, its flags and its function."""

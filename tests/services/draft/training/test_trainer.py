@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from services.draft.training.acceptance import accepted_depth
-from services.draft.training.commands import evaluate, generate, make_token_map, parser, train
+from services.draft.training.commands import parser
 from services.draft.training.documents import Documents, Ids, Source, Windows, frequent_tokens
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, load_head
 from services.draft.training.objectives import LossTerms, RecurrentObjective
@@ -58,7 +58,7 @@ def _texts(count: int = 40) -> Documents:
 def _trainer(target: Path, out: Path, windows: Windows | None = None) -> Trainer:
     frozen = FrozenTarget.load(target, device=CPU, dtype=torch.float32)
     torch.manual_seed(0)
-    head = build_head(frozen.head_shape(Algorithm.EAGLE, HeadSizes()))
+    head = build_head(frozen.head_shape(Algorithm.EAGLE))
     plan = TrainingPlan(
         out=out, num_steps=6, seconds=None, batch_size=4, log_every=2, save_every=3, seed=0
     )
@@ -107,8 +107,8 @@ def test_a_checkpoint_that_is_cut_off_is_refused(target: Path, tmp_path: Path) -
 
 
 def _command(*arguments: str) -> None:
-    run = {"generate": generate, "token-map": make_token_map, "train": train, "evaluate": evaluate}
-    run[arguments[0]](parser("").parse_args(arguments))
+    chosen = parser("").parse_args(arguments)
+    chosen.run(chosen)
 
 
 def _train_arguments(target: Path, data: Path, out: Path, *more: str) -> list[str]:
