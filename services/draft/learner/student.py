@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.traffic import Example
 from services.draft.training.heads import TargetTables
 from services.draft.training.optimisers import OptimiserKind, Optimisers
@@ -31,28 +32,11 @@ _AVERAGED_UPDATES = 300
 """Updates over which weights are averaged; at first, a tenth of the updates so far."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
-    """Hyperparameters of lessons.
-
-    Attributes:
-        unroll: tokens that a head drafts from its own states in training.
-        decay: factor of the weight of each further token, see `LossTerms`.
-        hard: see `LossTerms`.
-        rate: highest learning rate; None is in inverse proportion to the hidden size.
-        warm_up: updates until the highest rate. AdamW's first steps do not know the scale of the
-            gradients, and cost a trained head more than a lesson gains.
-        batch_size: windows of an update.
-        window: most tokens of a window.
-    """
-
-    unroll: int = 4
-    decay: float = 0.8
-    hard: float = 0.1
-    rate: float | None = None
-    warm_up: int = 20
-    batch_size: int = 8
-    window: int = 512
+HARD, DECAY = 0.1, 0.8
+"""See `LossTerms`."""
+WARM_UP = 20
+"""Updates until the highest rate. AdamW's first steps do not know the scale of the gradients, and
+cost a trained head more than a lesson gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +94,7 @@ class Student(ABC):
 
     Args:
         module: the model to train, on the device of `tables`.
-        rate: learning rate if `teaching` has none.
+        rate: learning rate if `settings` has none.
         optimiser: of the matrices.
 
     Attributes:
@@ -123,14 +107,14 @@ class Student(ABC):
         module: nn.Module,
         folder: Path,
         tables: TargetTables,
-        teaching: Teaching,
+        settings: LearnerSettings,
         *,
         rate: float,
         optimiser: OptimiserKind,
     ) -> None:
         self.folder, self._optimiser = folder, optimiser
-        self._module, self._tables, self._teaching = module, tables, teaching
-        self._rate = rate if teaching.rate is None else teaching.rate
+        self._module, self._tables, self._settings = module, tables, settings
+        self._rate = rate if settings.rate is None else settings.rate
         self._device = tables.embedding.device
         self._mean = self._copy_weights()
         self._optimisers = self._new_optimisers()
@@ -146,7 +130,7 @@ class Student(ABC):
 
     @property
     def batch_size(self) -> int:
-        return self._teaching.batch_size
+        return self._settings.batch_size
 
     def state(self) -> State:
         """Returns a copy, on the host, of the mean of the latest weights. The mean is less noisy
@@ -182,7 +166,7 @@ class Student(ABC):
             loss.backward()
             mean += loss.detach()
         self._num_updates += 1
-        self._optimisers.step(min(self._num_updates / self._teaching.warm_up, 1.0))
+        self._optimisers.step(min(self._num_updates / WARM_UP, 1.0))
         weight = max(1.0 / _AVERAGED_UPDATES, 10.0 / (10.0 + self._num_updates))
         for name, value in self._module.state_dict().items():
             if value.is_floating_point():
@@ -242,7 +226,7 @@ class Student(ABC):
         return {name: value.clone() for name, value in self._module.state_dict().items()}
 
     def _lengths(self, examples: Sequence[Example]) -> list[int]:
-        return [min(len(example.token_ids), self._teaching.window) for example in examples]
+        return [min(len(example.token_ids), self._settings.window) for example in examples]
 
     def _slices(self, examples: Sequence[Example]) -> Iterator[slice]:
         """Yields slices of an update of at most `_MAX_ROWS` padded rows, to bound its memory."""
@@ -255,7 +239,7 @@ class Student(ABC):
 
     def _random_starts(self, examples: Sequence[Example], generator: torch.Generator) -> list[int]:
         """Returns the start of each example's window, random in examples longer than a window."""
-        rooms = [max(len(example.token_ids) - self._teaching.window, 0) for example in examples]
+        rooms = [max(len(example.token_ids) - self._settings.window, 0) for example in examples]
         draws = (torch.randint(room + 1, (), generator=generator) if room else 0 for room in rooms)
         return list(map(int, draws))
 

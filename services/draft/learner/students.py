@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.logging import disable_progress_bar
 
-from services.draft.learner.student import CONFIG_FILE, Batch, Student, Teaching
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import CONFIG_FILE, DECAY, HARD, Batch, Student
 from services.draft.training.frozen_target import load_causal_model
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import (
@@ -48,7 +49,7 @@ class HeadStudent(Student):
             that drafts blocks.
     """
 
-    def __init__(self, folder: Path, tables: TargetTables, teaching: Teaching) -> None:
+    def __init__(self, folder: Path, tables: TargetTables, settings: LearnerSettings) -> None:
         head = load_head(folder)
         if not isinstance(head, RecurrentHead):
             raise CheckpointError(f"{folder}: heads of blocks are not taught in service")
@@ -59,7 +60,7 @@ class HeadStudent(Student):
             self._frozen = [name for name in head.state_dict() if name.startswith("fc.")]
         self._has_states = head.shape.algorithm is not Algorithm.EAGLE3
         rate, optimiser = _HEAD_RATE / head.shape.hidden_size, OptimiserKind.MUON
-        super().__init__(head, folder, tables, teaching, rate=rate, optimiser=optimiser)
+        super().__init__(head, folder, tables, settings, rate=rate, optimiser=optimiser)
         self._draft_ids = self._mapped_ids()
 
     @property
@@ -84,12 +85,12 @@ class HeadStudent(Student):
 
     def _loss(self, batch: Batch) -> Tensor:
         """The training-time test of EAGLE-3: row i of step k scores token i + k + 2."""
-        head, tables, teaching = self.head, self._tables, self._teaching
+        head, tables = self.head, self._tables
         num_rows = batch.rows.shape[1]
         hidden, tokens, unrolling = batch.rows, batch.token_ids[:, 1:], Unrolling(head.shape)
         places = torch.arange(num_rows, device=self._device)
         losses, weights = [], []
-        for step in range(teaching.unroll):
+        for step in range(self._settings.unroll):
             inputs = F.pad(tokens[:, step:], (0, step))
             embedded = F.embedding(inputs, tables.embedding).float()
             hidden = head.advance(embedded, hidden, unrolling)
@@ -99,7 +100,7 @@ class HeadStudent(Student):
                 break
             logits = head.scores(hidden[is_scored], self._lm_head)
             losses.append(self._divergence(batch, logits, is_scored, step))
-            weights.append(teaching.decay**step)
+            weights.append(DECAY**step)
         if not losses:
             return hidden.sum() * 0.0
         total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
@@ -110,7 +111,7 @@ class HeadStudent(Student):
         if self._has_states:
             states = F.pad(batch.rows[:, step + 1 :], (0, 0, 0, step + 1))[is_scored]
             target_logits = F.linear(states, self._lm_head)
-            return divergence(logits, target_logits, self._teaching.hard)
+            return divergence(logits, target_logits, HARD)
         truth = F.pad(batch.token_ids[:, step + 2 :], (0, step + 1))[is_scored]
         if self._draft_ids is not None:
             truth = self._draft_ids[truth]
@@ -144,7 +145,12 @@ class ModelStudent(Student):
     """
 
     def __init__(
-        self, folder: Path, tables: TargetTables, teaching: Teaching, *, num_target_layers: int
+        self,
+        folder: Path,
+        tables: TargetTables,
+        settings: LearnerSettings,
+        *,
+        num_target_layers: int,
     ) -> None:
         try:
             self._model = load_causal_model(folder, torch.float32)
@@ -156,7 +162,7 @@ class ModelStudent(Student):
         config = self._model.config
         self._vocab_size = min(config.vocab_size, len(tables.lm_head))
         rate, optimiser = _MODEL_RATE / config.hidden_size, OptimiserKind.ADAMW
-        super().__init__(self._model, folder, tables, teaching, rate=rate, optimiser=optimiser)
+        super().__init__(self._model, folder, tables, settings, rate=rate, optimiser=optimiser)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -183,7 +189,7 @@ class ModelStudent(Student):
         if not len(logits):
             return logits.sum() * 0.0
         target_logits = F.linear(batch.rows[is_scored], self._lm_head)[:, : self._vocab_size]
-        return divergence(logits, target_logits, self._teaching.hard)
+        return divergence(logits, target_logits, HARD)
 
     def _depths(self, batch: Batch, num_steps: int) -> Tensor:
         # While a greedy chain is right it equals the text, so one forward of the text scores all.
