@@ -19,6 +19,7 @@ import torch
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import LIKELY, Measurement, State, Student
 from services.draft.learner.traffic import Example, Traffic
+from services.draft.metrics import counter, gauge
 from shared.errors import OutriderError
 
 LOG_FILE = "lessons.jsonl"
@@ -68,15 +69,15 @@ class LessonReport:
 class LearnerFigures:
     """Figures for metrics; written by the learner's thread, read by any."""
 
-    version: int = 0
-    num_lessons: int = 0
-    num_swaps: int = 0
-    num_rollbacks: int = 0
-    num_refused: int = 0
-    loss: float = 0.0
-    accepted_before: float = 0.0
-    accepted_after: float = 0.0
-    busy_s: float = 0.0
+    version: int = gauge("version", "Version of the weights that serve; 0 is the initial one")
+    loss: float = gauge("loss", "Mean loss of the last lesson")
+    accepted_before: float = gauge("accepted_before", "Tokens a round of the served weights")
+    accepted_after: float = gauge("accepted_after", "Tokens a round of those that were tried")
+    num_lessons: int = counter("lessons", "Lessons given")
+    num_swaps: int = counter("swaps", "Weights swapped into drafts")
+    num_rollbacks: int = counter("rollbacks", "Weights taken back")
+    num_refused: int = counter("refusals", "Weights that a draft refused")
+    busy_s: float = counter("busy_seconds", "Time of training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student
 from services.draft.learner.students import HeadStudent, ModelStudent
 from services.draft.learner.traffic import Example, Traffic
+from services.draft.metrics import families
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from shared.errors import CheckpointError
@@ -168,44 +169,21 @@ class LearnerProcess:
 
 @dataclass(frozen=True, slots=True)
 class LearnerMetrics(Collector):
-    """Counters and gauges of a learner.
-
-    | metric | unit | query |
-    |---|---|---|
-    | `outrider_learner_version` | of the served weights; 0 is the initial one | |
-    | `outrider_learner_loss` | of the last lesson | |
-    | `outrider_learner_accepted_before`, `…_after` | tokens a round, held out | gain: difference |
-    | `outrider_learner_attached_target_count` | targets | 0: no new traffic |
-    | `outrider_learner_kept_tokens` | tokens in memory | |
-    | `outrider_learner_examples`, `…_tokens` | since start-up | |
-    | `outrider_learner_lessons`, `…_swaps`, `…_rollbacks`, `…_refusals` | since start-up | |
-    | `outrider_learner_busy_seconds` | of training | share of time: its rate |
-    """
+    """`LearnerFigures`, and those of the traffic."""
 
     learner: Learner
     traffic: Traffic
 
     def collect(self) -> Iterator[Metric]:
-        figures, traffic = self.learner.figures, self.traffic
-        for name, meaning, value in (
-            ("version", "Version of the weights that serve", figures.version),
-            ("loss", "Mean loss of the last lesson", figures.loss),
-            ("accepted_before", "Tokens a round of the served weights", figures.accepted_before),
-            ("accepted_after", "Tokens a round of those that were tried", figures.accepted_after),
-            ("attached_target_count", "Targets learnt from", traffic.num_links),
-            ("kept_tokens", "Tokens in memory", traffic.num_kept_tokens),
+        traffic = self.traffic
+        yield from families(_PREFIX, self.learner.figures)
+        for family, name, meaning, value in (
+            (GaugeMetricFamily, "attached_target_count", "Targets learnt from", traffic.num_links),
+            (GaugeMetricFamily, "kept_tokens", "Tokens in memory", traffic.num_kept_tokens),
+            (CounterMetricFamily, "examples", "Sequences that came", traffic.num_examples),
+            (CounterMetricFamily, "tokens", "Tokens that came", traffic.num_tokens),
         ):
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
-        for name, meaning, value in (
-            ("examples", "Sequences that came", traffic.num_examples),
-            ("tokens", "Tokens that came", traffic.num_tokens),
-            ("lessons", "Lessons given", figures.num_lessons),
-            ("swaps", "Weights swapped into drafts", figures.num_swaps),
-            ("rollbacks", "Weights taken back", figures.num_rollbacks),
-            ("refusals", "Weights that a draft refused", figures.num_refused),
-            ("busy_seconds", "Time of training", figures.busy_s),
-        ):
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
+            yield family(f"{_PREFIX}_{name}", meaning, value=value)
 
 
 def _student(settings: LearnerSettings, tables: _TargetTables, num_target_layers: int) -> Student:
