@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gateway.settings import GatewaySettings
-from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
 from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
@@ -32,6 +31,7 @@ from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
+from shared.tls import CertFolder
 
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 

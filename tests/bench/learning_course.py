@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from services.draft.learner.learner import Learner
 from services.draft.learner.settings import LearnerSettings
-from services.draft.learner.student import State
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.student import HeadStudent, State
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.draft.learner.settings import LearnerSettings
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.student import HeadStudent
 from services.draft.learner.traffic import Example
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm

@@ -25,8 +25,7 @@ from services.draft.drafters.table_service import BorrowedTables
 from services.draft.events import WorkerIdentity
 from services.draft.learner.learner import Learner
 from services.draft.learner.settings import LearnerSettings
-from services.draft.learner.student import Student
-from services.draft.learner.students import HeadStudent, ModelStudent
+from services.draft.learner.student import HeadStudent, ModelStudent, Student
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.metrics import families
 from services.draft.training.documents import Documents

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ from services.draft.training.objectives import (
     Objective,
     RecurrentObjective,
 )
-from services.draft.training.optimisers import OptimiserKind, Optimisers, averaged
 from services.draft.training.trainer import (
     LOG_FILE,
+    OptimiserKind,
+    Optimisers,
     Ranks,
     Trainer,
     TrainingPlan,
@@ -289,6 +290,36 @@ def train(arguments: argparse.Namespace) -> None:
 def average(arguments: argparse.Namespace) -> None:
     folders, shares = zip(*arguments.head, strict=True)
     save_head(averaged([load_head(folder) for folder in folders], shares), arguments.out)
+
+
+def averaged(heads: Sequence[Head], shares: Sequence[float]) -> Head:
+    """Returns the first of `heads`, with the weighted mean of all their weights.
+
+    A head that was trained further, on other data or for more steps of its own drafts, is better
+    there and a little worse elsewhere. A mean of it and its initial head often keeps both gains.
+
+    Source: Wortsman et al., Robust fine-tuning of zero-shot models, arXiv 2109.01903, section 3.
+
+    Args:
+        shares: weight of each head in the mean, positive; they need not add up to 1.
+
+    Raises:
+        CheckpointError: heads differ in shape or in the tokens that they can draft.
+    """
+    first = heads[0]
+    for number, head in enumerate(heads, 1):
+        if head.shape != first.shape:
+            raise CheckpointError(f"head {number} has another shape than the first")
+    states = [head.state_dict() for head in heads]
+    for name, tensor in states[0].items():
+        tensors = [state[name] for state in states]
+        if tensor.is_floating_point():
+            pairs = zip(tensors, shares, strict=True)
+            total = sum((share * part.double() for part, share in pairs), torch.zeros(()))
+            tensor.copy_(total / sum(shares))
+        elif not all(torch.equal(other, tensor) for other in tensors):
+            raise CheckpointError(f"heads differ in {name}: they can draft other tokens")
+    return first
 
 
 def evaluate(arguments: argparse.Namespace) -> None:

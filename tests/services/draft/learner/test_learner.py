@@ -15,8 +15,7 @@ import torch
 from services.draft.events import WeightsUpdated
 from services.draft.learner.learner import LOG_FILE, Learner
 from services.draft.learner.settings import LearnerSettings
-from services.draft.learner.student import LIKELY, Measurement, Student
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.student import LIKELY, HeadStudent, Measurement, Student
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head
