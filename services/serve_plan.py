@@ -14,7 +14,7 @@ from gateway.settings import GatewaySettings
 from services.draft.algorithm import Algorithm
 from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
-from services.draft.settings import DraftSettings, with_local_models
+from services.draft.settings import DraftSettings, checked_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
 from services.serve_settings import (
@@ -26,7 +26,7 @@ from services.serve_settings import (
     variable_problems,
 )
 from services.target.settings import DEMO_MODEL, TargetSettings, with_local_model
-from shared.errors import OutriderError, SettingsError
+from shared.errors import OutriderError, SettingsError, raise_problems
 from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
@@ -217,8 +217,7 @@ class _PlanBuilder:
 
     def _raise_problems(self) -> None:
         """Raises: SettingsError if there are problems."""
-        if self.problems:
-            raise SettingsError(tuple(dict.fromkeys(self.problems)))
+        raise_problems(dict.fromkeys(self.problems))
 
     @property
     def _is_cpu_demo(self) -> bool:
@@ -336,7 +335,7 @@ class _PlanBuilder:
             words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
         settings = self._read(
             lambda: with_target_tokenizer(
-                with_local_models(
+                checked_models(
                     load_settings(DraftSettings, service=DRAFT, arguments=words, env=self.env)
                 ),
                 target,

@@ -65,7 +65,7 @@ class HeadBranches(BranchLookahead):
     def begin(self, verified: VerifiedTree) -> None:
         if not verified.sequence.grows_whole:
             return
-        key, shape = verified.sequence.key, self._trees.shape(verified.shape)
+        key, shape = verified.sequence.key, self.trees.shape(verified.shape)
         verified, rows = replace(verified, shape=shape), self._rows.get(key)
         if rows is not None:
             self._request_branches(verified, rows)
@@ -112,13 +112,13 @@ class HeadBranches(BranchLookahead):
         Waits for the device to find the continuations of their nodes."""
         shape = next(iter(self._walks.values())).shape
         due = [walk for walk in self._walks.values() if walk.shape == shape]
-        due = due[: self._trees.max_sequences]
+        due = due[: self.trees.max_sequences]
         for walk in due:
             del self._walks[walk.verified.sequence.key]
         choices = num_choices(shape, self.budget)
         # A tree larger than the requested shape may need a walk of a shape without a graph.
         # Capturing that takes longer than the round that the walk is for.
-        has_graph = self._trees.can_walk(shape, len(due), choices)
+        has_graph = self.trees.can_walk(shape, len(due), choices)
         due = [walk for walk in due if has_graph or walk.shape == walk.verified.shape]
         contexts, num_rows = self._contexts, shape.num_steps * shape.topk
         walks = [
@@ -130,7 +130,7 @@ class HeadBranches(BranchLookahead):
         if not walks:
             return
         sequences, trees = [walk.sequence for walk in walks], [walk.tree for walk in walks]
-        walked = self._trees.walk(sequences, trees, shape, choices)
+        walked = self.trees.walk(sequences, trees, shape, choices)
         for verified, rows in zip(walks, walked, strict=True):
             self._rows[verified.sequence.key] = rows
             self._request_branches(verified, rows)
