@@ -133,7 +133,7 @@ def _folder_problem(flag: str, path: Path) -> str | None:
 def _busy_ports(plan: Plan) -> list[str]:
     return [
         f"port {port} is taken on {LOOPBACK}: another server listens there; stop it, or set {flag}"
-        for port, flag in plan.ports.items()
+        for port, flag in plan.ports
         if not _can_bind(port)
     ]
 
