@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.cert_folder import CertFolder
+from shared.tls import CertFolder
 
 SERVER_NAMES = ("localhost", "127.0.0.1", "::1", "target", "draft", "gateway")
 """The names of the loopback, and of the services in compose.yaml."""

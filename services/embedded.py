@@ -25,7 +25,7 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.model_factory import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.table_service import borrowed_tensors
-from services.draft.engine import DraftEngine
+from services.draft.engine import DraftEngine, warm_up
 from services.draft.events import (
     MAX_TREE_NODES,
     CandidatesReady,
@@ -44,7 +44,6 @@ from services.draft.events import (
 from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.settings import DraftSettings
-from services.draft.warm_up import warm_up
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (

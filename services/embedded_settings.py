@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafter_factory import feature_layers
-from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
+from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, checked_models
 from services.target.settings import (
     NO_DRAFT,
     DeviceRoundsChoice,
@@ -15,7 +15,7 @@ from services.target.settings import (
     TargetSettings,
     rejection_flag,
 )
-from shared.errors import SettingsError
+from shared.errors import raise_problems
 from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
@@ -53,7 +53,7 @@ def embedded_settings(
     )
     if chosen.algorithm.reads_features and chosen.target_model_path is None:
         chosen = replace(chosen, target_model_path=settings.model_path)
-    chosen = with_target_tokenizer(with_local_models(chosen), settings)
+    chosen = with_target_tokenizer(checked_models(chosen), settings)
     check_embedded(settings, chosen)
     return chosen
 
@@ -126,58 +126,39 @@ def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
     SettingsError: names every setting of the draft that does not fit the target's process, its
         verification rule or the rounds on the device that it asks for.
     """
-    problems = [
-        *_process_problems(draft),
-        *_round_problems(settings, draft),
-        *_distribution_problems(settings, draft),
-    ]
-    if problems:
-        raise SettingsError(tuple(problems))
+    raise_problems(_problems(settings, draft))
 
 
-def _process_problems(draft: DraftSettings) -> list[str]:
-    if draft.tp_size == 1:
-        return []
-    return [
-        f"OUTRIDER_DRAFT_TP_SIZE is {draft.tp_size}; a draft that a target hosts is whole, on the "
-        f"target's first GPU: --tp-size cuts the target alone, and a remote draft can be cut"
-    ]
-
-
-def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
-    if settings.device_rounds is not DeviceRoundsChoice.ON:
-        return []
-    problems = []
-    if not draft.algorithm.has_model:
-        problems.append(
-            "--device-rounds on needs a draft with a model; --speculative-algorithm is "
-            f"{draft.algorithm.value}"
+def _problems(settings: TargetSettings, draft: DraftSettings) -> Iterator[str]:
+    algorithm = draft.algorithm
+    if draft.tp_size > 1:
+        yield (
+            f"OUTRIDER_DRAFT_TP_SIZE is {draft.tp_size}; a draft that a target hosts is whole, on "
+            f"the target's first GPU: --tp-size cuts the target alone, and a remote draft can be "
+            f"cut"
         )
-    elif draft.page_size != settings.page_size:
-        problems.append(
+    if settings.device_rounds is DeviceRoundsChoice.ON and not algorithm.has_model:
+        yield (
+            "--device-rounds on needs a draft with a model; --speculative-algorithm is "
+            f"{algorithm.value}"
+        )
+    elif settings.device_rounds is DeviceRoundsChoice.ON and draft.page_size != settings.page_size:
+        yield (
             f"--device-rounds on needs pages of one size; --page-size is {settings.page_size}, the "
             f"draft's {draft.page_size}"
         )
-    return problems
-
-
-def _distribution_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]:
     if not settings.verification.draws_chains:
-        return []
-    flag, algorithm = rejection_flag(settings), draft.algorithm
-    problems = []
+        return
+    flag = rejection_flag(settings)
     if algorithm in _WITHOUT_DISTRIBUTIONS:
-        problems.append(
+        yield (
             f"{flag} needs the distribution that each token was drawn from; {algorithm.value} "
             f"{_WITHOUT_DISTRIBUTIONS[algorithm]}"
         )
     elif draft.speculative_eagle_topk not in (None, 1):
-        problems.append(
-            f"--speculative-eagle-topk is {draft.speculative_eagle_topk}; {flag} needs chains, 1"
-        )
+        yield f"--speculative-eagle-topk is {draft.speculative_eagle_topk}; {flag} needs chains, 1"
     if draft.speculative_outcome_budget:
-        problems.append(
+        yield (
             f"--speculative-outcome-budget is {draft.speculative_outcome_budget}; {flag} needs 0, "
             f"because chains prepared for chosen verdicts are not drawn from a distribution"
         )
-    return problems

@@ -29,7 +29,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from services.bound import call_unpickled, end_with_parent
 from services.hosts import Terms, await_hosts, join_hosts, open_store
 from services.ranks import Ranks
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 from shared.layers.tensor_group import TensorGroup, open_group
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
@@ -297,9 +297,7 @@ def rank_devices(device: str, ranks: Ranks) -> list[torch.device]:
 
 def check_shard(shard: Shard, config: ModelConfig) -> None:
     """Raises: SettingsError if the model cannot be split into such shards."""
-    problems = shard.problems(config)
-    if problems:
-        raise SettingsError(problems)
+    raise_problems(shard.problems(config))
 
 
 def _run_follower(work: Work, seat: Seat, pipe: Connection) -> None:

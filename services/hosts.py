@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from services.ranks import Ranks
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 
 LIMIT_S = 600.0
 """Longest time that hosts wait for each other at start-up."""
@@ -241,8 +241,7 @@ class _Arrivals:
             for key in sorted(local.keys() | remote.keys())
             if local.get(key) != remote.get(key)
         )
-        if problems:
-            raise SettingsError(problems)
+        raise_problems(problems)
 
 
 def _listener(host: str, ranks: Ranks) -> socket.socket:

@@ -8,12 +8,12 @@ import ssl
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
+from shared.rpc.healthcheck import health_problem
 from shared.tls import ClientTls
 
 _TIMEOUT_S = 2.0
@@ -23,13 +23,7 @@ _WARM_UP_TIMEOUT_S = 60.0
 
 async def grpc_is_serving(address: str, tls: ClientTls | None = None) -> bool:
     """Returns whether the server at `host:port` reports SERVING for itself as a whole."""
-    async with open_channel(address, tls) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-        except aio.AioRpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    return await health_problem(address, timeout_s=_TIMEOUT_S, tls=tls) is None
 
 
 async def has_attachments(

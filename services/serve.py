@@ -18,7 +18,7 @@ from services import probe
 from services.serve_plan import LOOPBACK, Plan, PlannedDraft, dial_address
 from services.serve_settings import NO_DRAFT, Placement
 from services.stack import Child, ChildSpec, Part, Stack
-from shared.errors import SettingsError
+from shared.errors import raise_problems
 from shared.signals import stop_event
 
 
@@ -32,8 +32,7 @@ def serve(plan: Plan) -> int:
     is_first = plan.target.node_rank == 0
     problems = _model_problems(plan)
     problems += [*_busy_ports(plan), *_log_problems(plan)] if is_first else []
-    if problems:
-        raise SettingsError(tuple(problems))
+    raise_problems(problems)
     for notice in plan.notices:
         _to_stderr(f"note: {notice}")
     if not is_first:
@@ -134,7 +133,7 @@ def _folder_problem(flag: str, path: Path) -> str | None:
 def _busy_ports(plan: Plan) -> list[str]:
     return [
         f"port {port} is taken on {LOOPBACK}: another server listens there; stop it, or set {flag}"
-        for port, flag in plan.ports.items()
+        for port, flag in plan.ports
         if not _can_bind(port)
     ]
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gateway.settings import GatewaySettings
-from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
 from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
-from services.draft.settings import DraftSettings, with_local_models
+from services.draft.settings import DraftSettings, checked_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
 from services.serve_settings import (
@@ -27,11 +26,12 @@ from services.serve_settings import (
     variable_problems,
 )
 from services.target.settings import DEMO_MODEL, TargetSettings, with_local_model
-from shared.errors import OutriderError, SettingsError
+from shared.errors import OutriderError, SettingsError, raise_problems
 from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
+from shared.tls import CertFolder
 
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
@@ -123,18 +123,18 @@ class Plan:
         return self.drafts if self.placement is Placement.REMOTE else ()
 
     @property
-    def ports(self) -> dict[int, str]:
-        """Every port of the stack, with the flag that moves it."""
+    def ports(self) -> list[tuple[int, str]]:
+        """Every port of the stack, with the flag that moves it. Each service has two in a row."""
         services: list[tuple[Any, str]] = [
             (self.gateway, "--port"),
             (self.target, "--target-port"),
             *((draft.settings, "--draft-port") for draft in self.remote_drafts),
         ]
-        return {
-            port: flag
+        return [
+            (port, flag)
             for settings, flag in services
             for port in (settings.port, settings.admin_port)
-        }
+        ]
 
 
 def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
@@ -217,8 +217,7 @@ class _PlanBuilder:
 
     def _raise_problems(self) -> None:
         """Raises: SettingsError if there are problems."""
-        if self.problems:
-            raise SettingsError(tuple(dict.fromkeys(self.problems)))
+        raise_problems(dict.fromkeys(self.problems))
 
     @property
     def _is_cpu_demo(self) -> bool:
@@ -336,7 +335,7 @@ class _PlanBuilder:
             words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
         settings = self._read(
             lambda: with_target_tokenizer(
-                with_local_models(
+                checked_models(
                     load_settings(DraftSettings, service=DRAFT, arguments=words, env=self.env)
                 ),
                 target,
@@ -493,26 +492,17 @@ def _backend_notices(line: Line) -> list[str]:
     ]
 
 
-def _port_problems(plan: Plan) -> list[str]:
-    services: list[GatewaySettings | TargetSettings | DraftSettings] = [
-        *(plan.gateway, plan.target),
-        *(draft.settings for draft in plan.remote_drafts),
-    ]
-    ports = [port for settings in services for port in (settings.port, settings.admin_port)]
-    problems = [
-        f"{flag}: a launcher needs to know the port; 0 is none"
-        for port, flag in plan.ports.items()
-        if port == 0
-    ]
+def _port_problems(plan: Plan) -> Iterator[str]:
+    for port, flag in plan.ports:
+        if port == 0:
+            yield f"{flag}: a launcher needs to know the port; 0 is none"
+    ports = [port for port, _ in plan.ports]
     twice = sorted(port for port, count in Counter(ports).items() if count > 1 and port)
-    if not twice:
-        return problems
-    firsts = ", ".join(str(settings.port) for settings in services)
-    return [
-        *problems,
-        f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, from "
-        f"{firsts}: set --port, --target-port or --draft-port",
-    ]
+    if twice:
+        yield (
+            f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, "
+            f"from {', '.join(map(str, ports[::2]))}: set --port, --target-port or --draft-port"
+        )
 
 
 def _has(words: Sequence[str], flag: str) -> bool:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from services.draft.algorithm import Algorithm
 from services.stack import StackTimeouts
-from shared.errors import SettingsError
+from shared.errors import raise_problems
 from shared.settings import setting
 from shared.settings_field import declared_fields
 
@@ -192,8 +192,7 @@ class LauncherSettings(SglangSettings):
             problems.append(
                 f"--placement: a target embeds one draft; --speculative-algorithm names {count}"
             )
-        if problems:
-            raise SettingsError(tuple(problems))
+        raise_problems(problems)
 
     @property
     def algorithms(self) -> tuple[str, ...] | None:

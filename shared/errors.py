@@ -20,6 +20,7 @@ Our own bugs are `assert`s, not errors of this tree.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -211,6 +212,13 @@ class SettingsError(OutriderError):
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("\n".join(problems), reason="SETTINGS_INVALID")
         self.problems = problems
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raises: SettingsError if there are problems, a line each."""
+    lines = tuple(problems)
+    if lines:
+        raise SettingsError(lines)
 
 
 class CheckpointError(OutriderError):

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from shared.errors import SettingsError
+from shared.settings_field import declared_fields
+
+S = TypeVar("S")
 
 BUILT_IN: Mapping[str, Path] = MappingProxyType(
     {"demo-moe": Path(__file__).parent / "demo" / "demo-moe"}
@@ -60,6 +65,22 @@ def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
     if file is not None:
         return _file(file[1], file[2], revision, flag)
     return _folder(str(path), revision, flag)
+
+
+def with_local_models(settings: S, revisions: Mapping[str, str] = MappingProxyType({})) -> S:
+    """Returns settings with local paths in place of the ids of models; see `local_path`.
+
+    Args:
+        revisions: the field of a model's revision by that of its path; unset in the result.
+    """
+    given: dict[str, Any] = dict.fromkeys(revisions.values())
+    for field in declared_fields(type(settings)):
+        path = getattr(settings, field.name)
+        if field.is_model and path is not None:
+            revision = revisions.get(field.name)
+            named = None if revision is None else getattr(settings, revision)
+            given[field.name] = local_path(path, flag=field.flag, revision=named)
+    return replace(settings, **given)  # type: ignore[type-var]
 
 
 def shown_name(folder: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from services.cert_folder import CertFolder
+    from shared.tls import CertFolder
 
 
 # oneDNN compiles each product for each number of rows, in a millisecond, and keeps 1,024 of them

@@ -37,16 +37,27 @@ def read_corpus(path: Path, encode: Encode | None) -> Iterator[list[int]]:
         SettingsError: the file is missing or malformed, or has text without a tokenizer to encode
             it; names the line.
     """
+    is_lines = path.suffix == ".jsonl"
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _problem(str(error)) from error
-    if path.suffix != ".jsonl":
-        yield _encoded(content, encode, str(path))
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield _parsed(line, encode, f"{path}:{number}")
+    for number, text in enumerate(content.splitlines() if is_lines else [content], 1):
+        place = f"{path}:{number}" if is_lines else str(path)
+        if is_lines and not text.strip():
+            continue
+        try:
+            value = json.loads(text) if is_lines else text
+        except ValueError as error:
+            raise _problem(f"{place}: {error}") from error
+        if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
+            yield value
+        elif not isinstance(value, str):
+            raise _problem(f"{place}: neither a string nor a list of token ids")
+        elif encode is None:
+            raise _problem(f"{place} holds text; name its tokenizer with --tokenizer")
+        else:
+            yield encode(value)
 
 
 def load_encode(folder: Path) -> Encode:
@@ -62,24 +73,6 @@ def load_encode(folder: Path) -> Encode:
         raise _problem(f"{folder} has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _parsed(line: str, encode: Encode | None, location: str) -> list[int]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise _problem(f"{location}: {error}") from error
-    if isinstance(value, str):
-        return _encoded(value, encode, location)
-    if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
-        return value
-    raise _problem(f"{location}: neither a string nor a list of token ids")
-
-
-def _encoded(text: str, encode: Encode | None, location: str) -> list[int]:
-    if encode is None:
-        raise _problem(f"{location} holds text; name its tokenizer with --tokenizer")
-    return encode(text)
 
 
 def _problem(message: str) -> SettingsError:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -24,6 +25,9 @@ from shared.telemetry.tracing import NO_REQUEST, NO_TRACER, Span, Tracer, curren
 from shared.telemetry.vllm_metrics import StepHistogram
 from shared.tokens import OpenedSequence, Outcome, Verdict
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 log = logging.getLogger(__name__)
 
 _BATCH_SECONDS = (
@@ -32,41 +36,51 @@ _BATCH_SECONDS = (
 )
 
 
+def counter(name: str, meaning: str) -> Any:
+    """Declares a number of a dataclass that is a counter in metrics; see `families`."""
+    return field(default=0, metadata={"family": (CounterMetricFamily, name, meaning)})
+
+
+def gauge(name: str, meaning: str) -> Any:
+    """Declares a number of a dataclass that is a gauge in metrics."""
+    return field(default=0, metadata={"family": (GaugeMetricFamily, name, meaning)})
+
+
+def families(prefix: str, figures: DataclassInstance) -> Iterator[Metric]:
+    """Yields the metrics that the fields of a dataclass declare, as `PREFIX_NAME`."""
+    for declared in fields(figures):
+        if "family" in declared.metadata:
+            family, name, meaning = declared.metadata["family"]
+            yield family(f"{prefix}_{name}", meaning, value=getattr(figures, declared.name))
+
+
 @dataclass(slots=True)
 class DraftCounters:
     """Counters since the start. The engine thread writes them, any thread reads them.
 
     Attributes:
-        num_trees, num_nodes: proposed trees and their nodes.
-        num_caught_up: committed tokens computed between proposals.
-        caught_up_s: time of computing them.
-        num_accepted: nodes of verified trees that were committed.
         outcomes: verdicts by what happened to the tree.
-        num_pushed: trees pushed ahead of their verdict; not counted in `num_trees`.
-        num_ahead: steps that drafted ahead, mostly of one forward.
-        ahead_s: time of these steps, choosing the verdicts included; not part of `batch_seconds`.
-        num_lookahead_hits: verdicts for which a tree had been pushed.
-        num_prepared: one-time preparations, such as capturing a graph, while sequences were open or
-            for a requested shape.
-        prepared_s: time of these preparations.
-        num_opened: sequences opened.
-        num_released: sequences given back, because memory was short or the target's data invalid.
         batch_seconds: time of the drafter for one batch of trees.
     """
 
-    num_trees: int = 0
-    num_nodes: int = 0
-    num_caught_up: int = 0
-    caught_up_s: float = 0.0
-    num_accepted: int = 0
-    num_pushed: int = 0
-    num_ahead: int = 0
-    ahead_s: float = 0.0
-    num_lookahead_hits: int = 0
-    num_prepared: int = 0
-    prepared_s: float = 0.0
-    num_opened: int = 0
-    num_released: int = 0
+    num_trees: int = counter("trees", "Trees proposed")
+    num_nodes: int = counter("tree_tokens", "Nodes of proposed trees")
+    num_pushed: int = counter("pushed_trees", "Trees pushed ahead of their verdict, beside trees")
+    num_ahead: int = counter("ahead_steps", "Steps that drafted ahead, mostly of one forward")
+    ahead_s: float = counter("ahead_seconds", "Time of these steps; batch_seconds has none of it")
+    num_lookahead_hits: int = counter("lookahead_hits", "Verdicts whose tree had been pushed")
+    num_prepared: int = counter(
+        "preparations",
+        "One-time preparations, such as CUDA graphs, while serving or for a requested shape",
+    )
+    prepared_s: float = counter("preparation_seconds", "Time of one-time preparations")
+    num_caught_up: int = counter("caught_up_tokens", "Tokens computed between proposals")
+    caught_up_s: float = counter("caught_up_seconds", "Time of computing them")
+    num_accepted: int = counter("accepted_tokens", "Nodes of verified trees that were committed")
+    num_opened: int = counter("opened_sequences", "Sequences assigned by targets")
+    num_released: int = counter(
+        "released_sequences", "Sequences given back: memory was short or data invalid; near 0"
+    )
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     batch_seconds: StepHistogram = field(default_factory=lambda: StepHistogram(_BATCH_SECONDS))
 
@@ -178,26 +192,8 @@ _PREFIX = "outrider_draft"
 class DraftMetrics(Collector):
     """Counters and gauges of one draft.
 
-    | metric | unit | query |
-    |---|---|---|
-    | `outrider_draft_trees` | trees proposed | trees a second: its rate |
-    | `outrider_draft_tree_tokens` | nodes proposed | nodes a tree: over trees |
-    | `outrider_draft_batch_seconds` | seconds | p99 by `histogram_quantile(0.99, …)` |
-    | `outrider_draft_pushed_trees` | trees pushed ahead of their verdict | |
-    | `outrider_draft_ahead_steps` | steps that drafted ahead, mostly of a forward | |
-    | `outrider_draft_ahead_seconds` | seconds of these steps | share of time: its rate |
-    | `outrider_draft_lookahead_hits` | verdicts with a pushed tree | hit rate: over verdicts |
-    | `outrider_draft_preparations`, `…_preparation_seconds` | one-time work, such as graphs | |
-    | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
-    | `outrider_draft_caught_up_tokens` | committed tokens computed between proposals | |
-    | `outrider_draft_caught_up_seconds` | seconds of computing them | share of time: its rate |
-    | `outrider_draft_verdicts` | rounds, by `outcome` | misses: rate of `missed` over all |
-    | `outrider_draft_accepted_tokens` | nodes accepted | accepted a round: over verdicts |
-    | `outrider_draft_opened_sequences` | sequences opened | |
-    | `outrider_draft_released_sequences` | sequences given back | should be near 0 |
-    | `outrider_draft_attached_target_count` | targets | at 0 the draft is idle |
-    | `outrider_draft_weight_swap_count` | swaps of weights since the start | |
-    | `outrider_draft_sequence_count`, … | live figures of the drafter, as in `GetServerInfo` | |
+    Besides `DraftCounters`: verdicts by outcome, live figures as in `GetServerInfo`, and by
+    `WireMetrics` the bytes and messages of streams.
 
     Args:
         gauges: live figures by name; asked on the scraper's thread.
@@ -209,22 +205,7 @@ class DraftMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counters = self._counters
-        for name, meaning, value in (
-            ("trees", "Trees proposed", counters.num_trees),
-            ("tree_tokens", "Nodes of proposed trees", counters.num_nodes),
-            ("pushed_trees", "Trees pushed ahead of their verdict", counters.num_pushed),
-            ("ahead_steps", "Steps that drafted ahead of a verdict", counters.num_ahead),
-            ("ahead_seconds", "Time of steps that drafted ahead of a verdict", counters.ahead_s),
-            ("lookahead_hits", "Verdicts whose tree had been pushed", counters.num_lookahead_hits),
-            ("preparations", "One-time preparations, such as CUDA graphs", counters.num_prepared),
-            ("preparation_seconds", "Time of one-time preparations", counters.prepared_s),
-            ("caught_up_tokens", "Committed tokens computed by the draft", counters.num_caught_up),
-            ("caught_up_seconds", "Time of computing committed tokens", counters.caught_up_s),
-            ("accepted_tokens", "Nodes that targets accepted", counters.num_accepted),
-            ("opened_sequences", "Sequences assigned by targets", counters.num_opened),
-            ("released_sequences", "Sequences handed back to targets", counters.num_released),
-        ):
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
+        yield from families(_PREFIX, counters)
         verdicts = CounterMetricFamily(
             f"{_PREFIX}_verdicts", "Rounds decided, by outcome", labels=("outcome",)
         )

@@ -16,12 +16,11 @@ from services.draft.attach_client import AttachClient, Backoff, ReloadTables
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import compiles_kernels, outcome_budget, use_device
 from services.draft.drafters.drafter import Drafter
-from services.draft.engine import DraftEngine
+from services.draft.engine import DraftEngine, warm_up
 from services.draft.events import WorkerIdentity
 from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.settings import DraftSettings
-from services.draft.warm_up import warm_up
 from shared.errors import EngineFailed, FailedPrecondition, Unavailable
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
@@ -23,8 +23,8 @@ from services.draft.settings_problems import (
     model_shape,
     settings_problems,
 )
-from shared.errors import SettingsError
-from shared.hub import local_path
+from shared.errors import raise_problems
+from shared.hub import with_local_models
 from shared.model_options import (
     BACKEND_SYNONYMS,
     DTYPE_SYNONYMS,
@@ -204,9 +204,7 @@ class DraftSettings(DialingSettings):
     )
 
     def __post_init__(self) -> None:
-        problems = settings_problems(self)
-        if problems:
-            raise SettingsError(problems)
+        raise_problems(settings_problems(self))
 
     @property
     def admin_port(self) -> int:
@@ -318,33 +316,18 @@ def read_settings(arguments: Sequence[str]) -> DraftSettings:
     Raises:
         SettingsError: names every bad setting.
     """
-    return with_local_models(
+    return checked_models(
         load_settings(DraftSettings, service="draft", arguments=arguments, env=os.environ)
     )
 
 
-def with_local_models(settings: DraftSettings) -> DraftSettings:
+def checked_models(settings: DraftSettings) -> DraftSettings:
     """Returns the settings with local paths in place of Hub ids.
 
     Raises:
         SettingsError: a model cannot be fetched, or the algorithm needs one and none is named.
     """
-    revision = settings.speculative_draft_model_revision
-    local = replace(
-        settings,
-        speculative_draft_model_path=_local(
-            settings.speculative_draft_model_path, "--speculative-draft-model-path", revision
-        ),
-        speculative_draft_model_revision=None,
-        speculative_token_map=_local(settings.speculative_token_map, "--speculative-token-map"),
-        target_model_path=_local(settings.target_model_path, "--target-model-path"),
-        tokenizer=_local(settings.tokenizer, "--tokenizer"),
-    )
-    problems = missing_model(local)
-    if problems:
-        raise SettingsError(problems)
+    revision = {"speculative_draft_model_path": "speculative_draft_model_revision"}
+    local = with_local_models(settings, revision)
+    raise_problems(missing_model(local))
     return local
-
-
-def _local(path: Path | None, flag: str, revision: str | None = None) -> Path | None:
-    return None if path is None else local_path(path, flag=flag, revision=revision)

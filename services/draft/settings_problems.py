@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,129 +150,89 @@ _MODEL_SETTINGS = frozenset(
 )
 
 
-def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
-    """Returns a line for each problem; empty when there is none."""
-    return (
-        *_shape_problems(settings),
-        *_ngram_problems(settings),
-        *_head_problems(settings),
-        *_graph_problems(settings),
-        *_tp_problems(settings),
-        *_window_problems(settings),
-        *device_problems(settings.device),
-        *_target_problems(settings),
-        *tls_problems(settings),
-    )
+def settings_problems(settings: DraftSettings) -> Iterator[str]:
+    """Yields a line for each problem."""
+    if not is_completable(settings.given_shape, settings.algorithm):
+        yield (
+            "a tree needs all of --speculative-num-steps, --speculative-eagle-topk and "
+            "--speculative-num-draft-tokens, for example 3, 4 and 16; a chain needs "
+            "--speculative-eagle-topk 1 and perhaps one of the others; none of them: automatic"
+        )
+    if settings.speculative_algorithm is Algorithm.NGRAM:
+        yield from _ngram_problems(settings)
+    yield from _head_problems(settings)
+    window, context = settings.speculative_draft_window_size, settings.context_length
+    if window is not None and context is not None and window > context:
+        yield (
+            f"--speculative-draft-window-size is {window}; it must not exceed --context-length, "
+            f"{context}"
+        )
+    yield from device_problems(settings.device)
+    yield from address_problems("--target", settings.target)
+    if not settings.target or len(set(settings.target)) < len(settings.target):
+        yield "--target: give at least one address, and none twice"
+    yield from tls_problems(settings)
 
 
-def _shape_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if is_completable(settings.given_shape, settings.algorithm):
-        return ()
-    return (
-        "a tree needs all of --speculative-num-steps, --speculative-eagle-topk and "
-        "--speculative-num-draft-tokens, for example 3, 4 and 16; a chain needs "
-        "--speculative-eagle-topk 1 and perhaps one of the others; none of them: automatic",
-    )
-
-
-def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if settings.speculative_algorithm is not Algorithm.NGRAM:
-        return ()
+def _ngram_problems(settings: DraftSettings) -> Iterator[str]:
     low = settings.speculative_ngram_min_bfs_breadth
     high = settings.speculative_ngram_max_bfs_breadth
-    problems = []
     if low > high:
-        problems.append(
+        yield (
             f"--speculative-ngram-min-bfs-breadth is {low}; it must not exceed "
             f"--speculative-ngram-max-bfs-breadth, {high}"
         )
-    problems += [
-        f"{field.flag}: NGRAM has no model"
-        for field in declared_fields(type(settings))
-        if field.name in _MODEL_SETTINGS and getattr(settings, field.name) != field.default
-    ]
-    return tuple(problems)
+    for field in declared_fields(type(settings)):
+        if field.name in _MODEL_SETTINGS and getattr(settings, field.name) != field.default:
+            yield f"{field.flag}: NGRAM has no model"
 
 
-def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
+def _head_problems(settings: DraftSettings) -> Iterator[str]:
     algorithm, name = settings.algorithm, settings.speculative_algorithm.value
-    problems = []
     if settings.speculative_token_map is not None and not algorithm.takes_token_map:
-        problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
+        yield f"--speculative-token-map: {name} has no head to confine; EAGLE has"
     if settings.target_model_path is not None and not algorithm.reads_features:
-        problems.append(f"--target-model-path: {name} reads nothing of the target; EAGLE does")
+        yield f"--target-model-path: {name} reads nothing of the target; EAGLE does"
     block_size = settings.speculative_dflash_block_size
     if block_size is not None and algorithm is not Algorithm.DFLASH:
-        problems.append(f"--speculative-dflash-block-size: {name} drafts no blocks; DFLASH does")
+        yield f"--speculative-dflash-block-size: {name} drafts no blocks; DFLASH does"
     if block_size is not None and algorithm is Algorithm.DFLASH:
-        problems += block_problems(settings, block_size)
-    return tuple(problems)
+        yield from block_problems(settings, block_size)
+    if settings.enable_cuda_graph and not algorithm.takes_cuda_graphs:
+        yield (
+            f"--enable-cuda-graph: {name} runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP "
+            f"have them"
+        )
+    if settings.tp_size > 1 and algorithm.reads_features:
+        yield (
+            f"--tp-size is {settings.tp_size}; {name} drafts by a head of a few layers, which one "
+            f"GPU reads faster than several add up its parts; STANDALONE models can be cut"
+        )
 
 
-def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
-    """Returns a line for each part of the set shape that does not fit blocks of this size."""
+def block_problems(settings: DraftSettings, block_size: int) -> Iterator[str]:
+    """Yields a line for each part of the set shape that does not fit blocks of this size."""
     steps, topk, tokens = settings.given_shape
-    problems = []
     if steps is not None and steps >= block_size:
-        problems.append(
+        yield (
             f"--speculative-num-steps is {steps}; a block of {block_size} rows drafts "
             f"{block_size - 1} tokens"
         )
     if topk == 1 and tokens is not None and tokens > block_size:
-        problems.append(
+        yield (
             f"--speculative-num-draft-tokens is {tokens}; a chain over a block has {block_size} "
             f"rows; for a tree set --speculative-eagle-topk above 1"
         )
-    return tuple(problems)
 
 
-def missing_model(settings: DraftSettings) -> tuple[str, ...]:
-    """Returns a line if a head is needed and the settings, whose paths are local, name none."""
+def missing_model(settings: DraftSettings) -> Iterator[str]:
+    """Yields a line if a head is needed and the settings, whose paths are local, name none."""
     algorithm = settings.algorithm
     is_named = settings.speculative_draft_model_path is not None or settings.is_of_demo
-    if is_named or not algorithm.reads_features or algorithm is Algorithm.MTP:
-        return ()
-    name, target = settings.speculative_algorithm.value, shown_name(settings.target_folder)
-    return (
-        f"--speculative-draft-model-path: {name} needs a head that was trained for {target}, which "
-        f"has no next-token layers of its own, and the demo's heads fit the demo model alone; "
-        f"--speculative-algorithm NGRAM needs no model",
-    )
-
-
-def _graph_problems(settings: DraftSettings) -> tuple[str, ...]:
-    if not settings.enable_cuda_graph or settings.algorithm.takes_cuda_graphs:
-        return ()
-    name = settings.speculative_algorithm.value
-    return (
-        f"--enable-cuda-graph: {name} runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP have "
-        f"them",
-    )
-
-
-def _tp_problems(settings: DraftSettings) -> tuple[str, ...]:
-    size = settings.tp_size
-    if size == 1 or not settings.algorithm.reads_features:
-        return ()
-    return (
-        f"--tp-size is {size}; {settings.speculative_algorithm.value} drafts by a head of a few "
-        f"layers, which one GPU reads faster than several add up its parts; STANDALONE models can "
-        f"be cut",
-    )
-
-
-def _window_problems(settings: DraftSettings) -> tuple[str, ...]:
-    window, context = settings.speculative_draft_window_size, settings.context_length
-    if window is None or context is None or window <= context:
-        return ()
-    return (
-        f"--speculative-draft-window-size is {window}; it must not exceed --context-length, "
-        f"{context}",
-    )
-
-
-def _target_problems(settings: DraftSettings) -> tuple[str, ...]:
-    problems = address_problems("--target", settings.target)
-    if not settings.target or len(set(settings.target)) < len(settings.target):
-        problems += ("--target: give at least one address, and none twice",)
-    return problems
+    if not is_named and algorithm.reads_features and algorithm is not Algorithm.MTP:
+        name, target = settings.speculative_algorithm.value, shown_name(settings.target_folder)
+        yield (
+            f"--speculative-draft-model-path: {name} needs a head that was trained for {target}, "
+            f"which has no next-token layers of its own, and the demo's heads fit the demo model "
+            f"alone; --speculative-algorithm NGRAM needs no model"
+        )

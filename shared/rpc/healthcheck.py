@@ -16,23 +16,21 @@ from shared.settings import address_problems
 from shared.tls import ClientTls, checked_client_tls
 
 
-async def is_serving(
+async def health_problem(
     address: str, *, service: str = "", timeout_s: float = 5.0, tls: ClientTls | None = None
-) -> bool:
-    """Returns whether the server at `address` reports SERVING for `service` (empty: as a whole)."""
+) -> str | None:
+    """Returns why the server at `address` does not report SERVING for `service` (empty: as a
+    whole); None if it does."""
     async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = await stub.Check(request, timeout=timeout_s)
         except aio.AioRpcError as error:
-            print(f"{address}: {error.code().name}: {error.details()}", file=sys.stderr)
-            return False
-    if response.status != health_pb2.HealthCheckResponse.SERVING:
-        name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-        print(f"{address}: {name}", file=sys.stderr)
-        return False
-    return True
+            return f"{error.code().name}: {error.details()}"
+    is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
+    names = health_pb2.HealthCheckResponse.ServingStatus
+    return None if is_serving else names.Name(response.status)
 
 
 def main() -> None:
@@ -58,12 +56,10 @@ def main() -> None:
         )
     except SettingsError as error:
         sys.exit(error.message)
-    serving = asyncio.run(
-        is_serving(
-            arguments.address, service=arguments.service, timeout_s=arguments.timeout, tls=tls
-        )
-    )
-    sys.exit(0 if serving else 1)
+    address, service, timeout_s = arguments.address, arguments.service, arguments.timeout
+    check = health_problem(address, service=service, timeout_s=timeout_s, tls=tls)
+    if problem := asyncio.run(check):
+        sys.exit(f"{address}: {problem}")
 
 
 if __name__ == "__main__":

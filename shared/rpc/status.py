@@ -6,12 +6,13 @@ and every gRPC client library look for them."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from google.protobuf import any_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode as GrpcCode
 from grpc import aio
+from grpc_status import rpc_status
 
 from shared.errors import FieldViolation, OutriderError, Unavailable, error_class
 from shared.telemetry.tracing import (
@@ -108,16 +109,11 @@ def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
 
 
 def _details(failure: aio.AioRpcError) -> list[any_pb2.Any]:
-    status = status_pb2.Status()
-    # Pairs, although the type stubs of grpcio say otherwise.
-    metadata = cast("Metadata", failure.trailing_metadata() or ())
-    for key, value in metadata:
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                status.ParseFromString(value)
-            except message.DecodeError:  # a peer's bad details must not hide the failure
-                return []
-    return list(status.details)
+    try:
+        status = rpc_status.from_call(failure)  # type: ignore[arg-type]
+    except (ValueError, message.DecodeError):  # a peer's bad details must not hide the failure
+        return []
+    return [] if status is None else list(status.details)
 
 
 def _shortened(text: str) -> str:

@@ -39,13 +39,15 @@ def configure_logs(
     root.setLevel(level.upper())
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-11-21T02:53:33.120Z target INFO attached worker_id=draft-0 request=5f0c…`, and a
-    traceback on lines of its own."""
-
+class _ServiceFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
+
+
+class TextFormatter(_ServiceFormatter):
+    """`2026-11-21T02:53:33.120Z target INFO attached worker_id=draft-0 request=5f0c…`, and a
+    traceback on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         # A line break in a message could pass for a new record.
@@ -58,12 +60,8 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_ServiceFormatter):
     """One JSON object per record; absent values have no key."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {

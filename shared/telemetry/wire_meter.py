@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -38,23 +39,17 @@ class WireMeter:
 
 class StreamMeter:
     """Counts one stream. Its messages are numbered, so that the logs of both processes can be
-    matched; a stream keeps its order."""
+    matched; a stream keeps its order. `kind` is a message's name in the contract."""
 
     def __init__(self, meter: WireMeter, attachment_id: str, log: RoundLog | None) -> None:
-        self._meter = meter
-        self._attachment_id = attachment_id
-        self._log = log
-        self._sent = itertools.count()
-        self._received = itertools.count()
+        self._attachment_id, self._log = attachment_id, log
+        self.sent = partial(self._count, "sent", meter.sent, itertools.count())
+        self.received = partial(self._count, "received", meter.received, itertools.count())
 
-    def sent(self, num_bytes: int, kind: str) -> None:
-        """Counts a message that is being sent; `kind` is its name in the contract."""
-        self._count("sent", self._meter.sent, next(self._sent), num_bytes, kind)
-
-    def received(self, num_bytes: int, kind: str) -> None:
-        self._count("received", self._meter.received, next(self._received), num_bytes, kind)
-
-    def _count(self, name: str, totals: WireTotals, number: int, num_bytes: int, kind: str) -> None:
+    def _count(
+        self, name: str, totals: WireTotals, numbers: Iterator[int], num_bytes: int, kind: str
+    ) -> None:
+        number = next(numbers)
         totals.num_messages += 1
         totals.num_bytes += num_bytes
         if self._log is not None:
@@ -71,11 +66,13 @@ class WireMetrics(Collector):
         self._meter = meter
 
     def collect(self) -> Iterator[Metric]:
-        size = CounterMetricFamily(
-            f"{self._prefix}_wire_bytes", "Bytes of Speculate streams", labels=("direction",)
-        )
-        count = CounterMetricFamily(
-            f"{self._prefix}_wire_messages", "Messages of Speculate streams", labels=("direction",)
+        size, count = (
+            CounterMetricFamily(
+                f"{self._prefix}_wire_{what}",
+                f"{what.capitalize()} of Speculate streams",
+                labels=("direction",),
+            )
+            for what in ("bytes", "messages")
         )
         for direction, totals in (("sent", self._meter.sent), ("received", self._meter.received)):
             size.add_metric((direction,), totals.num_bytes)

@@ -22,12 +22,11 @@ from pathlib import Path
 
 from services.draft.drafter_factory import build_drafter, outcome_budget, worker_identity
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.engine import DraftEngine
+from services.draft.engine import DraftEngine, warm_up
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO, DEMO_TARGET
 from services.draft.training.documents import TextReader
-from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.target.__main__ import read_settings
 from services.target.engine import Engine

@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from services.draft.learner.learner import Learner, Lessons
-from services.draft.learner.student import State, Teaching
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.learner import Learner
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import HeadStudent, State
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
@@ -67,12 +67,15 @@ def answered(target: FrozenTarget, prompts: Sequence[list[int]]) -> Domain:
 
 
 def taught(
-    student: HeadStudent, examples: Sequence[Example], held_out: Sequence[Example], lessons: Lessons
+    student: HeadStudent,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    settings: LearnerSettings,
 ) -> tuple[float, float]:
     """Returns tokens a round at the end, of the weights that serve and of those learnt since."""
     clock = itertools.count(1.0).__next__
     traffic = Traffic(clock)
-    learner = Learner(student, traffic, lessons, lambda folder, version: None, clock)
+    learner = Learner(student, traffic, settings, lambda folder, version: None, clock)
 
     def measured(state: State) -> float:
         with student.with_weights(state):
@@ -107,19 +110,19 @@ def main() -> None:
     Documents.of(texts[: arguments.requests]).save(out / "answers.npz")
     train(arguments.algorithm, arguments.offline_steps, start, out / "answers.npz", out / "offline")
 
-    teaching = Teaching(batch_size=_LESSON_BATCH)
-    student = HeadStudent(start, target, teaching)
+    settings = LearnerSettings(target=("127.0.0.1:1",), batch_size=_LESSON_BATCH, lesson_tokens=1)
+    student = HeadStudent(start, target, settings)
     examples = domain.examples(target, student)
     seen, held_out = examples[: arguments.requests], examples[arguments.requests :]
     begun = student.measure(held_out, num_steps=_STEPS).mean_length
-    trained = HeadStudent(out / "offline", target, teaching)
+    trained = HeadStudent(out / "offline", target, settings)
     # Its fc is another one, and so are the rows that it reads.
     own = domain.examples(target, trained)[arguments.requests :]
     offline = trained.measure(own, num_steps=_STEPS).mean_length
     print(f"tokens a round: {begun:.3f} at the start, {offline:.3f} trained offline", flush=True)
     for updates in arguments.updates:
-        student = HeadStudent(start, target, teaching)
-        lessons = Lessons(out=out / f"updates-{updates}", num_updates=updates, min_new_tokens=1)
+        student = HeadStudent(start, target, settings)
+        lessons = replace(settings, out=out / f"updates-{updates}", lesson_updates=updates)
         served, learnt = taught(student, seen, held_out, lessons)
         print(
             f"{updates:4d} updates a lesson: {served:.3f} served, {served / offline:.1%}; "

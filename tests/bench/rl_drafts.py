@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.draft.learner.student import Teaching
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import HeadStudent
 from services.draft.learner.traffic import Example
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
 from tests.helpers.checkpoints import build_model, write_byte_tokenizer, write_checkpoint
@@ -62,12 +62,11 @@ async def _run(num_steps: int, num_updates: int, folder: Path) -> None:
     write_byte_tokenizer(folder / "target")
     first = FrozenTarget(copy.deepcopy(model))
     torch.manual_seed(0)
-    shape = first.head_shape(Algorithm.EAGLE, HeadSizes())
+    shape = first.head_shape(Algorithm.EAGLE)
     save_head(build_head(shape), folder / "head", dtype=torch.float32)
     ends = _Ends(first.embedding, first.lm_head)
-    frozen, learning = (
-        HeadStudent(folder / "head", ends, Teaching(unroll=_STEPS, rate=3e-3)) for _ in range(2)
-    )
+    settings = LearnerSettings(target=("127.0.0.1:1",), unroll=_STEPS, rate=3e-3, batch_size=8)
+    frozen, learning = (HeadStudent(folder / "head", ends, settings) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     async with rollout_server(folder / "target") as server:

@@ -16,8 +16,7 @@ from gateway.http_server import HttpServer, listen
 from gateway.pool import TargetPool
 from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
-from services.cert_folder import CertFolder
-from shared.tls import ClientTls, ServerTls
+from shared.tls import CertFolder, ClientTls, ServerTls
 from tests.gateway.driving import CHAT, eventually
 from tests.helpers.fake_target import FakeTarget
 

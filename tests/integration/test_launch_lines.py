@@ -15,11 +15,11 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
-from services.cert_folder import CertFolder
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from shared.model_files import tokenizer_sha256
 from shared.rpc.channel import open_channel
+from shared.tls import CertFolder
 from tests.helpers.served import PROMPTS, Target, running_draft
 from tests.helpers.serving import ROOT, serving
 from tests.helpers.stand_ins import write_stand_ins

@@ -16,7 +16,7 @@ from services.draft.learner.__main__ import read_settings
 from services.draft.learner.process import LearnerProcess
 from services.draft.learner.student import Measurement, Student
 from services.draft.training.documents import Documents
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, init_from_target, save_head
 from shared.errors import CheckpointError, InvalidArgument, SettingsError
@@ -55,7 +55,7 @@ def head_folder(target_folder: Path, algorithm: str, tmp_path: Path) -> Path:
         return write_checkpoint(folder, "llama", shape, seed=5, with_tokenizer=True)
     target = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
     torch.manual_seed(5)
-    head = build_head(target.head_shape(Algorithm(algorithm), HeadSizes()))
+    head = build_head(target.head_shape(Algorithm(algorithm)))
     init_from_target(head, target)
     save_head(head, tmp_path / "head")
     return tmp_path / "head"
@@ -182,7 +182,7 @@ async def test_a_draft_of_another_head_is_named_at_once(
         other = tmp_path / "other"
         frozen = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
         save_head(
-            build_head(frozen.head_shape(Algorithm(algorithm), HeadSizes(intermediate_size=24))),
+            build_head(frozen.head_shape(Algorithm(algorithm), intermediate_size=24)),
             other,
         )
         async with running_draft(settings) as draft:

@@ -11,8 +11,8 @@ from typing import Any
 
 from grpc import aio
 
-from services.cert_folder import CertFolder
 from shared.rpc.channel import open_channel
+from shared.tls import CertFolder
 
 Run = Callable[[argparse.Namespace], Coroutine[Any, Any, str]]
 

@@ -13,13 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.http_server import HttpServer, listen
 from gateway.settings import GatewaySettings
-from services.cert_folder import CertFolder
 from services.probe import has_generated
 from services.serve import parts
 from services.serve_plan import make_plan
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
-from shared.tls import ServerTls
+from shared.tls import CertFolder, ServerTls
 from tests.helpers.serving import free_ports
 
 

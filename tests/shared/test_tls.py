@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gateway.settings import GatewaySettings
-from services.cert_folder import CertFolder
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.settings import load_settings
+from shared.tls import CertFolder
 
 
 def _gateway(*arguments: str) -> GatewaySettings:

@@ -199,12 +199,16 @@ class BranchPasses:
 
 
 class BranchLookahead(Lookahead, ABC):
-    """A `Lookahead` by branches. Sequences that do not `grows_whole` get no branches."""
+    """A `Lookahead` by branches. Sequences that do not `grows_whole` get no branches.
+
+    Attributes:
+        trees: grows the trees of current rounds and of branches.
+    """
 
     _contexts: Contexts
 
     def __init__(self, trees: PassTrees, contexts: Contexts) -> None:
-        self._trees, self._contexts = trees, contexts
+        self.trees, self._contexts = trees, contexts
         self._shares = RankShares()
         self._passes = BranchPasses(trees, contexts, make_room=self._drop_children)
         # The computed rows of the trees under verification.
@@ -222,24 +226,16 @@ class BranchLookahead(Lookahead, ABC):
         if not budget:
             self._give_up()
 
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter.is_prepared`."""
-        return self._trees.is_prepared(self._trees.shape(shape), num_sequences, self.budget)
-
-    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
-        """See `Drafter.prepare`."""
-        return self._trees.prepare(self._trees.shape(shape), num_sequences, self.budget)
-
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round after reserved sequences that are complete."""
-        shape = self._trees.shape(shape)
+        shape = self.trees.shape(shape)
         whole = [sequence for sequence in sequences if sequence.grows_whole]
         rest = [sequence for sequence in sequences if not sequence.grows_whole]
         for sequence in whole:
             self.drop(sequence)
-        grown = self._trees.grow(whole, shape, num_choices(shape, self.budget))
+        grown = self.trees.grow(whole, shape, num_choices(shape, self.budget))
         self._rows.update(zip((sequence.key for sequence in whole), grown, strict=True))
-        trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
+        trees = [*(rows.tree for rows in grown), *self.trees.grow_scored(rest, shape)]
         return list(map(Proposal, (*whole, *rest), trees))
 
     def resume(self, sequence: DraftSequence) -> bool:
@@ -383,11 +379,15 @@ class TreeDrafter(ContextDrafter):
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        return self._branches is None or self._branches.is_prepared(shape, num_sequences)
+        branches = self._branches
+        return branches is None or branches.trees.is_prepared(shape, num_sequences, branches.budget)
 
     def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
         """Captures a graph."""
-        return self._branches is not None and self._branches.prepare(shape, num_sequences)
+        branches = self._branches
+        return branches is not None and branches.trees.prepare(
+            shape, num_sequences, branches.budget
+        )
 
     def _drop_ahead(self, sequence: DraftSequence) -> None:
         if self._branches is not None:

@@ -18,7 +18,7 @@ branch's tree would be, and make a better tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -37,18 +37,6 @@ from shared.runtime.tree_pass import walked_shape
 from shared.tokens import TreeShape, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """A tree under verification that was grown before its sequence's features arrived.
-
-    Attributes:
-        shape: see `walked_shape`.
-    """
-
-    verified: VerifiedTree
-    shape: TreeShape
-
-
 class HeadBranches(BranchLookahead):
     """Walks the tree that is verified, and keeps only the trees of branches, not their rows."""
 
@@ -56,7 +44,9 @@ class HeadBranches(BranchLookahead):
 
     def __init__(self, trees: PassTrees, contexts: HeadContexts) -> None:
         super().__init__(trees, contexts)
-        self._walks: dict[SequenceKey, _Walk] = {}
+        # Trees under verification that were grown before their sequences' features arrived, and
+        # the shape of each by `walked_shape`.
+        self._walks: dict[SequenceKey, tuple[VerifiedTree, TreeShape]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -65,12 +55,12 @@ class HeadBranches(BranchLookahead):
     def begin(self, verified: VerifiedTree) -> None:
         if not verified.sequence.grows_whole:
             return
-        key, shape = verified.sequence.key, self._trees.shape(verified.shape)
+        key, shape = verified.sequence.key, self.trees.shape(verified.shape)
         verified, rows = replace(verified, shape=shape), self._rows.get(key)
         if rows is not None:
             self._request_branches(verified, rows)
         else:
-            self._walks[key] = _Walk(verified, walked_shape(verified.tree, shape))
+            self._walks[key] = verified, walked_shape(verified.tree, shape)
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         key, path = sequence.key, tuple(token_ids)
@@ -110,27 +100,27 @@ class HeadBranches(BranchLookahead):
     def _walk(self) -> None:
         """Walks as many trees as fit one pass, and requests branches for the verdicts on them.
         Waits for the device to find the continuations of their nodes."""
-        shape = next(iter(self._walks.values())).shape
-        due = [walk for walk in self._walks.values() if walk.shape == shape]
-        due = due[: self._trees.max_sequences]
-        for walk in due:
-            del self._walks[walk.verified.sequence.key]
+        _, shape = next(iter(self._walks.values()))
+        due = [verified for verified, walked in self._walks.values() if walked == shape]
+        due = due[: self.trees.max_sequences]
+        for verified in due:
+            del self._walks[verified.sequence.key]
         choices = num_choices(shape, self.budget)
         # A tree larger than the requested shape may need a walk of a shape without a graph.
         # Capturing that takes longer than the round that the walk is for.
-        has_graph = self._trees.can_walk(shape, len(due), choices)
-        due = [walk for walk in due if has_graph or walk.shape == walk.verified.shape]
+        has_graph = self.trees.can_walk(shape, len(due), choices)
         contexts, num_rows = self._contexts, shape.num_steps * shape.topk
         walks = [
             verified
-            for verified in (walk.verified for walk in due)
-            if contexts.is_complete(verified.sequence)
+            for verified in due
+            if (has_graph or verified.shape == shape)
+            and contexts.is_complete(verified.sequence)
             and contexts.reserve(verified.sequence, num_rows)
         ]
         if not walks:
             return
         sequences, trees = [walk.sequence for walk in walks], [walk.tree for walk in walks]
-        walked = self._trees.walk(sequences, trees, shape, choices)
+        walked = self.trees.walk(sequences, trees, shape, choices)
         for verified, rows in zip(walks, walked, strict=True):
             self._rows[verified.sequence.key] = rows
             self._request_branches(verified, rows)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.draft.drafters.contexts import CONTEXT_MARGIN, BranchKv, Contexts
+from services.draft.drafters.contexts import CONTEXT_MARGIN, Contexts
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import build_batch
@@ -203,12 +203,6 @@ class HeadContexts(FeatureContexts):
     def settle(self, sequence: DraftSequence) -> None:
         super().settle(sequence)
         self.drop_features(sequence)
-
-    def branch(
-        self, sequence: DraftSequence, parent: BranchKv | None, path: Sequence[int], num_rows: int
-    ) -> BranchKv | None:
-        assert parent is None, "a head continues from features, never from a branch"
-        return super().branch(sequence, parent, path, num_rows)
 
     def drop_features(self, sequence: DraftSequence) -> None:
         """Frees the features that neither the next rows nor a later window needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ from services.draft.settings import DraftSettings
 from services.draft.settings_problems import block_problems
 from services.followers import Followers, Seat, check_shard, rank_devices
 from services.ranks import Ranks
-from shared.errors import CheckpointError, SettingsError
+from shared.errors import CheckpointError, SettingsError, raise_problems
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvLayout, KvPool
 from shared.layers.linear import num_saved_bytes
@@ -69,8 +70,7 @@ def device_for(settings: DraftSettings) -> torch.device:
         problems.append("--speculative-draft-attention-backend: triton needs CUDA")
     if settings.enable_cuda_graph:
         problems.append("--enable-cuda-graph needs CUDA")
-    if problems:
-        raise SettingsError(tuple(f"{problem}; the device is {device}" for problem in problems))
+    raise_problems(f"{problem}; the device is {device}" for problem in problems)
     return device
 
 
@@ -239,31 +239,14 @@ def pass_limits(
     )
 
 
-def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits) -> int:
-    """Returns the bytes that the cache must leave free for the passes of a head."""
-    if not limits.has_graphs:
-        return 0
-    return _num_growers(settings) * head_memory_bytes(head, settings.shape, limits)
-
-
-def reserved_for_model(
-    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits
+def reserved_for_passes(
+    settings: DraftSettings, limits: PassLimits, largest_bytes: Callable[[], int]
 ) -> int:
-    """Returns the bytes that the cache must leave free for the passes of a language model."""
+    """Returns the bytes that the cache must leave free for passes, by those of the largest graph.
+    Passes that draft ahead have a grower with memory of its own."""
     if not limits.has_graphs:
         return 0
-    largest = GraphLimits(
-        max_rows=num_pass_rows(settings.shape, limits),
-        max_sequences=limits.max_sequences,
-        max_tail_width=settings.shape.num_steps * settings.shape.topk,
-        max_context_tokens=limits.max_context_tokens,
-    )
-    return _num_growers(settings) * graph_memory_bytes(config, largest, dtype)
-
-
-def _num_growers(settings: DraftSettings) -> int:
-    """Passes that draft ahead have a grower with memory of its own."""
-    return 2 if outcome_budget(settings) else 1
+    return (2 if outcome_budget(settings) else 1) * largest_bytes()
 
 
 def build_model_drafter(
@@ -313,7 +296,11 @@ def build_head(settings: DraftSettings, host: Host) -> EagleDrafter:
     has_one_layer = len(head.layers) == 1
     limits = pass_limits(settings, device, max_context_tokens=context)
     # A head of several layers does not grow whole trees in one pass, and has no prefix cache.
-    reserved = reserved_for_head(settings, head, limits) if has_one_layer else 0
+    reserved = 0
+    if has_one_layer:
+        reserved = reserved_for_passes(
+            settings, limits, lambda: head_memory_bytes(head, settings.shape, limits)
+        )
     pool, leases = allocate_kv(
         settings if has_one_layer else replace(settings, disable_radix_cache=True),
         head.kv_layout(settings.page_size, dtype),
@@ -373,9 +360,7 @@ def build_dflash(settings: DraftSettings, host: Host) -> DflashDrafter:
     dtype = dtype_named(settings.dtype, config.layers.dtype, device)
     tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     block_size = settings.speculative_dflash_block_size or config.block_size
-    problems = block_problems(settings, block_size)
-    if problems:
-        raise SettingsError(problems)
+    raise_problems(block_problems(settings, block_size))
     longest = config.layers.max_position_embeddings
     context = context_for(settings, longest, margin_tokens=block_size)
     head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
@@ -479,13 +464,25 @@ def build_model(
     log_quantisation(decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     passes = pass_limits(settings, device, max_context_tokens=context)
-    reserved_bytes = reserved_for_model(settings, config, dtype, passes)
+
+    def largest_bytes() -> int:
+        shape = settings.shape
+        largest = GraphLimits(
+            max_rows=num_pass_rows(shape, passes),
+            max_sequences=passes.max_sequences,
+            max_tail_width=shape.num_steps * shape.topk,
+            max_context_tokens=passes.max_context_tokens,
+        )
+        return graph_memory_bytes(config, largest, dtype)
+
     pool, leases = allocate_kv(
         settings,
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=host.reserved_bytes(device, reserved_bytes),
+        reserved_bytes=host.reserved_bytes(
+            device, reserved_for_passes(settings, passes, largest_bytes)
+        ),
         most_tokens=host.most_tokens,
         group=group,
     )

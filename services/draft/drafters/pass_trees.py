@@ -119,6 +119,7 @@ class PassTrees:
     def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
         """Whether all graphs exist for trees of a shape, for so many sequences with `budget`
         verdicts to prepare for each."""
+        shape = self.shape(shape)
         return all(
             grower.is_ready(shape, count, num_choices=choices, is_walk=is_walk)
             for grower, count, choices, is_walk in self._uses(shape, num_sequences, budget)
@@ -127,6 +128,7 @@ class PassTrees:
     def prepare(self, shape: TreeShape, num_sequences: int | None, budget: int) -> bool:
         """Captures one of these graphs, or with None one for any number of sequences; returns
         whether one was missing."""
+        shape = self.shape(shape)
         return any(
             grower.capture_next(
                 shape,

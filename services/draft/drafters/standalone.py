@@ -139,7 +139,7 @@ class BranchDrafter(BranchLookahead):
         rows = self._rows.get(key)
         if rows is None:
             return
-        verified = replace(verified, shape=self._trees.shape(verified.shape))
+        verified = replace(verified, shape=self.trees.shape(verified.shape))
         branches = self._branches.get(key, {})
         if branches:
             self._ready += [branch_proposal(b, is_current=False) for b in branches.values()]

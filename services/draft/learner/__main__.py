@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import uvloop
@@ -15,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from services.draft.learner.process import LearnerProcess
 from services.draft.learner.settings import LearnerSettings
 from shared.errors import OutriderError
-from shared.hub import local_path
+from shared.hub import with_local_models
 from shared.runtime.memory import refusing_shortage
 from shared.settings import load_settings
 from shared.signals import end_at_signals, stop_event
@@ -41,15 +40,8 @@ def read_settings(arguments: Sequence[str]) -> LearnerSettings:
     Raises:
         SettingsError: names every bad setting.
     """
-    settings = load_settings(
-        LearnerSettings, service="learner", arguments=arguments, env=os.environ
-    )
-    head, target = settings.speculative_draft_model_path, settings.target_model_path
-    return replace(
-        settings,
-        speculative_draft_model_path=head
-        and local_path(head, flag="--speculative-draft-model-path", revision=None),
-        target_model_path=target and local_path(target, flag="--target-model-path", revision=None),
+    return with_local_models(
+        load_settings(LearnerSettings, service="learner", arguments=arguments, env=os.environ)
     )
 
 

@@ -16,14 +16,20 @@ from queue import SimpleQueue
 
 import torch
 
+from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import LIKELY, Measurement, State, Student
 from services.draft.learner.traffic import Example, Traffic
+from services.draft.metrics import counter, gauge
 from shared.errors import OutriderError
 
 LOG_FILE = "lessons.jsonl"
 _POLL_S = 0.2
 _MAX_HELD_OUT = 512
 """Most held-out examples of a measurement; the latest are taken."""
+MIN_HELD_OUT = 16
+"""Examples without which weights are neither swapped in nor rolled back."""
+NUM_STEPS = 5
+"""Depth of the chains with which acceptance is measured."""
 _FRESH_SHARE = 0.5
 """Share of examples since the last lesson in a batch, replayed examples not counted. Drawn evenly,
 the latest texts of a long window would be seen least, and old ones again and again."""
@@ -35,36 +41,6 @@ Publish = Callable[[Path, int], None]
 
 Raises: OutriderError if a draft refuses them or cannot be reached; other drafts may have them then.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """The rules for training and for swapping weights.
-
-    Attributes:
-        out: folder of the versions, and of the log.
-        num_updates: weight updates per lesson.
-        min_new_tokens: new tokens before the next lesson.
-        num_steps: depth of the chains with which acceptance is measured.
-        min_held_out: examples without which weights are neither swapped in nor rolled back.
-        min_gain: tokens per round that new weights must gain to be swapped in.
-        max_loss: tokens per round that served weights may lose against the previous ones, on
-            traffic since the swap, before they are rolled back.
-        replay_share: share of each batch from the sample of all traffic.
-        busy_share: share of the time that is spent on training and measuring.
-        num_kept: versions whose folders are kept.
-    """
-
-    out: Path
-    num_updates: int = 100
-    min_new_tokens: int = 2000
-    num_steps: int = 5
-    min_held_out: int = 16
-    min_gain: float = 0.02
-    max_loss: float = 0.05
-    replay_share: float = 0.25
-    busy_share: float = 1.0
-    num_kept: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +69,15 @@ class LessonReport:
 class LearnerFigures:
     """Figures for metrics; written by the learner's thread, read by any."""
 
-    version: int = 0
-    num_lessons: int = 0
-    num_swaps: int = 0
-    num_rollbacks: int = 0
-    num_refused: int = 0
-    loss: float = 0.0
-    accepted_before: float = 0.0
-    accepted_after: float = 0.0
-    busy_s: float = 0.0
+    version: int = gauge("version", "Version of the weights that serve; 0 is the initial one")
+    loss: float = gauge("loss", "Mean loss of the last lesson")
+    accepted_before: float = gauge("accepted_before", "Tokens a round of the served weights")
+    accepted_after: float = gauge("accepted_after", "Tokens a round of those that were tried")
+    num_lessons: int = counter("lessons", "Lessons given")
+    num_swaps: int = counter("swaps", "Weights swapped into drafts")
+    num_rollbacks: int = counter("rollbacks", "Weights taken back")
+    num_refused: int = counter("refusals", "Weights that a draft refused")
+    busy_s: float = counter("busy_seconds", "Time of training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,12 +94,12 @@ class Learner:
         self,
         student: Student,
         traffic: Traffic,
-        lessons: Lessons,
+        settings: LearnerSettings,
         publish: Publish,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.figures = LearnerFigures()
-        self._student, self._traffic, self._lessons = student, traffic, lessons
+        self._student, self._traffic, self._settings = student, traffic, settings
         self._publish, self._clock = publish, clock
         self._random = random.Random(0)
         self._generator = torch.Generator().manual_seed(0)
@@ -131,7 +107,7 @@ class Learner:
         self._previous: _Version | None = None
         self._swap_s = self._last_lesson_s = self._rest_s = 0.0
         self._num_compared = 0
-        self._latest_version = max(map(_version_of, lessons.out.glob("version-*")), default=0)
+        self._latest_version = max(map(_version_of, settings.out.glob("version-*")), default=0)
         self._num_tokens_used = 0
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
@@ -169,12 +145,12 @@ class Learner:
         if previous is None:
             return None
         examples = self._traffic.held_out(since_s=self._swap_s)[-_MAX_HELD_OUT:]
-        if len(examples) < self._num_compared + self._lessons.min_held_out:
+        if len(examples) < self._num_compared + MIN_HELD_OUT:
             return None
         self._num_compared = len(examples)
         served = self._measure(self._served.state, examples)
         old = self._measure(previous.state, examples)
-        if not old.beats(served, self._lessons.max_loss) or not self._send(previous):
+        if not old.beats(served, self._settings.max_loss) or not self._send(previous):
             return None
         self._served, self._previous = previous, None
         self._student.restore(previous.state)
@@ -183,9 +159,11 @@ class Learner:
 
     def step(self, stop: threading.Event | None = None) -> LessonReport | None:
         """Gives a lesson if there is enough new traffic; returns its result."""
-        lessons, traffic = self._lessons, self._traffic
+        settings, traffic = self._settings, self._traffic
         recent = traffic.recent()
-        if not recent or traffic.num_tokens - self._num_tokens_used < lessons.min_new_tokens:
+        # Without targets no new tokens arrive: lessons repeat the recorded traffic.
+        min_new_tokens = settings.lesson_tokens if settings.target else 0
+        if not recent or traffic.num_tokens - self._num_tokens_used < min_new_tokens:
             return None
         self._num_tokens_used, num_forgotten = traffic.num_tokens, traffic.num_forgotten
         self.figures.num_lessons += 1
@@ -194,21 +172,21 @@ class Learner:
             self._student.restore(self._served.state)
             return self._report("outdated", loss, None, None)
         held_out = traffic.held_out()[-_MAX_HELD_OUT:]
-        if len(held_out) < lessons.min_held_out:
+        if len(held_out) < MIN_HELD_OUT:
             return self._report("kept", loss, None, None)
         before = self._measure(self._served.state, held_out)
         after = self._measure(self._student.state(), held_out)
         # The test is weak: most lessons improve the weights, and a swap by luck is rolled back. A
         # stricter test would keep worse weights for longer.
-        if after.beats(before, lessons.min_gain, LIKELY):
+        if after.beats(before, settings.min_gain, LIKELY):
             return self._swap(loss, before, after)
-        if before.beats(after, lessons.max_loss):
+        if before.beats(after, settings.max_loss):
             self._student.restore(self._served.state)
         return self._report("kept", loss, before, after)
 
     def _swap(self, loss: float, before: Measurement, after: Measurement) -> LessonReport:
         version = self._latest_version = self._latest_version + 1
-        folder = self._lessons.out / f"version-{version}"
+        folder = self._settings.out / f"version-{version}"
         self._student.save(folder)
         new = _Version(version, self._student.state(), folder)
         if not self._send(new):
@@ -228,12 +206,12 @@ class Learner:
     ) -> float:
         """Makes the updates of a lesson, with the pauses of `busy_share`; returns the mean loss."""
         losses = []
-        size, lessons = self._student.batch_size, self._lessons
-        num_replayed = round(size * lessons.replay_share) if replayed else 0
+        size, settings = self._student.batch_size, self._settings
+        num_replayed = round(size * settings.replay_share) if replayed else 0
         num_fresh = round((size - num_replayed) * _FRESH_SHARE)
         since_s, self._last_lesson_s = self._last_lesson_s, self._clock()
         fresh = [example for example in recent if example.arrived_s >= since_s] or recent
-        for _ in range(self._lessons.num_updates):
+        for _ in range(settings.lesson_updates):
             if stop.is_set():
                 break
             self._call()
@@ -253,7 +231,7 @@ class Learner:
 
     def _spend(self, busy_s: float) -> None:
         self.figures.busy_s += busy_s
-        self._rest_s += busy_s / self._lessons.busy_share - busy_s
+        self._rest_s += busy_s / self._settings.busy_share - busy_s
 
     def _draw(self, examples: list[Example], count: int) -> list[Example]:
         return self._random.choices(examples, k=count)
@@ -261,7 +239,7 @@ class Learner:
     def _measure(self, state: State, examples: list[Example]) -> Measurement:
         start_s = time.perf_counter()
         with self._student.with_weights(state):
-            measurement = self._student.measure(examples, num_steps=self._lessons.num_steps)
+            measurement = self._student.measure(examples, num_steps=NUM_STEPS)
         self._spend(time.perf_counter() - start_s)
         return measurement
 
@@ -283,8 +261,8 @@ class Learner:
         )
         figures.version, figures.loss = self.version, loss
         figures.accepted_before, figures.accepted_after = old or 0.0, new or 0.0
-        self._lessons.out.mkdir(parents=True, exist_ok=True)
-        with (self._lessons.out / LOG_FILE).open("a", encoding="utf-8") as file:
+        self._settings.out.mkdir(parents=True, exist_ok=True)
+        with (self._settings.out / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time_s": round(time.time(), 1), **asdict(report)}) + "\n")
         shown = "" if old is None else f", {old:.3f} tokens a round before, {new:.3f} after"
         log.info("lesson %d: %s, loss %.3f%s", figures.num_lessons, event, loss, shown)
@@ -292,8 +270,8 @@ class Learner:
 
     def _drop_old(self) -> None:
         kept = {version.folder for version in (self._served, self._previous) if version is not None}
-        for folder in self._lessons.out.glob("version-*"):
-            is_old = _version_of(folder) <= self._latest_version - self._lessons.num_kept
+        for folder in self._settings.out.glob("version-*"):
+            is_old = _version_of(folder) <= self._latest_version - self._settings.versions_kept
             if is_old and folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 

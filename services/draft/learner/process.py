@@ -23,11 +23,11 @@ from services.draft.attach_client import AttachClient, Backoff
 from services.draft.drafters.model_factory import head_config, read_head
 from services.draft.drafters.table_service import BorrowedTables
 from services.draft.events import WorkerIdentity
-from services.draft.learner.learner import Learner, Lessons
+from services.draft.learner.learner import Learner
 from services.draft.learner.settings import LearnerSettings
-from services.draft.learner.student import Student, Teaching
-from services.draft.learner.students import HeadStudent, ModelStudent
+from services.draft.learner.student import HeadStudent, ModelStudent, Student
 from services.draft.learner.traffic import Example, Traffic
+from services.draft.metrics import families
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from shared.errors import CheckpointError
@@ -80,20 +80,14 @@ class LearnerProcess:
         self._settings = settings
         self._spec, tables, tensors = _target_features(settings)
         self._borrowed = BorrowedTensors(tensors, tables.embedding, tables.head)
-        teaching = Teaching(
-            unroll=settings.unroll,
-            rate=settings.rate,
-            batch_size=settings.batch_size,
-            window=settings.window,
-        )
-        student = _student(settings, tables, teaching, tensors.config.num_layers)
+        student = _student(settings, tables, tensors.config.num_layers)
         self.traffic = Traffic(
             max_tokens=settings.retain_tokens,
             max_age_s=settings.retain_s,
             held_out_share=settings.held_out_share,
             replay_share=settings.replay_share,
         )
-        self.learner = Learner(student, self.traffic, _lessons(settings), self._publish)
+        self.learner = Learner(student, self.traffic, settings, self._publish)
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         for example in _recorded(settings, settings.traffic, student):
@@ -174,63 +168,24 @@ class LearnerProcess:
 
 @dataclass(frozen=True, slots=True)
 class LearnerMetrics(Collector):
-    """Counters and gauges of a learner.
-
-    | metric | unit | query |
-    |---|---|---|
-    | `outrider_learner_version` | of the served weights; 0 is the initial one | |
-    | `outrider_learner_loss` | of the last lesson | |
-    | `outrider_learner_accepted_before`, `…_after` | tokens a round, held out | gain: difference |
-    | `outrider_learner_attached_target_count` | targets | 0: no new traffic |
-    | `outrider_learner_kept_tokens` | tokens in memory | |
-    | `outrider_learner_examples`, `…_tokens` | since start-up | |
-    | `outrider_learner_lessons`, `…_swaps`, `…_rollbacks`, `…_refusals` | since start-up | |
-    | `outrider_learner_busy_seconds` | of training | share of time: its rate |
-    """
+    """`LearnerFigures`, and those of the traffic."""
 
     learner: Learner
     traffic: Traffic
 
     def collect(self) -> Iterator[Metric]:
-        figures, traffic = self.learner.figures, self.traffic
-        for name, meaning, value in (
-            ("version", "Version of the weights that serve", figures.version),
-            ("loss", "Mean loss of the last lesson", figures.loss),
-            ("accepted_before", "Tokens a round of the served weights", figures.accepted_before),
-            ("accepted_after", "Tokens a round of those that were tried", figures.accepted_after),
-            ("attached_target_count", "Targets learnt from", traffic.num_links),
-            ("kept_tokens", "Tokens in memory", traffic.num_kept_tokens),
+        traffic = self.traffic
+        yield from families(_PREFIX, self.learner.figures)
+        for family, name, meaning, value in (
+            (GaugeMetricFamily, "attached_target_count", "Targets learnt from", traffic.num_links),
+            (GaugeMetricFamily, "kept_tokens", "Tokens in memory", traffic.num_kept_tokens),
+            (CounterMetricFamily, "examples", "Sequences that came", traffic.num_examples),
+            (CounterMetricFamily, "tokens", "Tokens that came", traffic.num_tokens),
         ):
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
-        for name, meaning, value in (
-            ("examples", "Sequences that came", traffic.num_examples),
-            ("tokens", "Tokens that came", traffic.num_tokens),
-            ("lessons", "Lessons given", figures.num_lessons),
-            ("swaps", "Weights swapped into drafts", figures.num_swaps),
-            ("rollbacks", "Weights taken back", figures.num_rollbacks),
-            ("refusals", "Weights that a draft refused", figures.num_refused),
-            ("busy_seconds", "Time of training", figures.busy_s),
-        ):
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", meaning, value=value)
+            yield family(f"{_PREFIX}_{name}", meaning, value=value)
 
 
-def _lessons(settings: LearnerSettings) -> Lessons:
-    return Lessons(
-        out=settings.out,
-        num_updates=settings.lesson_updates,
-        # Without targets no new tokens arrive: lessons repeat the recorded traffic.
-        min_new_tokens=settings.lesson_tokens if settings.target else 0,
-        min_gain=settings.min_gain,
-        max_loss=settings.max_loss,
-        replay_share=settings.replay_share,
-        busy_share=settings.busy_share,
-        num_kept=settings.versions_kept,
-    )
-
-
-def _student(
-    settings: LearnerSettings, tables: _TargetTables, teaching: Teaching, num_target_layers: int
-) -> Student:
+def _student(settings: LearnerSettings, tables: _TargetTables, num_target_layers: int) -> Student:
     folder = settings.model_folder
     if settings.speculative_algorithm is Algorithm.STANDALONE:
         if read_vocabulary_map(folder, settings.target_folder) is not None:
@@ -238,8 +193,8 @@ def _student(
                 f"{folder} has another tokenizer than {settings.target_folder}; a draft is taught "
                 f"by its target's distributions, which are over the target's tokens"
             )
-        return ModelStudent(folder, tables, teaching, num_target_layers=num_target_layers)
-    return HeadStudent(folder, tables, teaching)
+        return ModelStudent(folder, tables, settings, num_target_layers=num_target_layers)
+    return HeadStudent(folder, tables, settings)
 
 
 def _target_features(settings: LearnerSettings) -> tuple[FeatureSpec, _TargetTables, TargetFolder]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.draft.algorithm import Algorithm
 from services.draft.settings_problems import DEMO_TARGET, default_model_folder
-from shared.errors import SettingsError
+from shared.errors import raise_problems
 from shared.model_options import DTYPE_SYNONYMS, Dtype, device_problems
 from shared.settings import DialingSettings, address_problems, setting
 
@@ -114,8 +114,7 @@ class LearnerSettings(DialingSettings):
         is_demo = self.target_folder.resolve() == DEMO_TARGET.resolve()
         if self.speculative_draft_model_path is None and not is_demo:
             problems.append("--speculative-draft-model-path: name the draft; only the demo has one")
-        if problems:
-            raise SettingsError(tuple(problems))
+        raise_problems(problems)
 
     @property
     def target_folder(self) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from services.draft.engine import Deliver
@@ -201,8 +202,6 @@ class _OpenSequence:
     pieces: list[Tensor] = field(default_factory=list)
 
     def example(self, now_s: float) -> Example:
-        import torch
-
         opening = self.opening
         rows = torch.cat(self.pieces)[: len(opening.token_ids) - 1]
         return Example(tuple(opening.token_ids), rows, opening.num_prompt_tokens, now_s)

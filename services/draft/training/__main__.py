@@ -14,35 +14,16 @@ Several GPUs: `torchrun --nproc-per-node 8 -m services.draft.training train …`
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from services.draft.training.commands import (
-    average,
-    draw,
-    evaluate,
-    generate,
-    make_token_map,
-    parser,
-    tokenize,
-    train,
-)
+from services.draft.training.commands import parser
 from shared.errors import OutriderError
 
 
 def main() -> None:
-    run = {
-        "tokenize": tokenize,
-        "generate": generate,
-        "token-map": make_token_map,
-        "train": train,
-        "average": average,
-        "evaluate": evaluate,
-        "curves": draw,
-    }
-    arguments: argparse.Namespace = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "").parse_args()
     try:
-        run[arguments.command](arguments)
+        arguments.run(arguments)
     except OutriderError as error:
         sys.exit(f"training: {error.message}")
 

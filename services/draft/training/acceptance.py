@@ -69,25 +69,39 @@ def measure_acceptance(
         answers: the target's greedy ids after each prompt. The first id comes from the prefill. A
             round at the end of the answer counts only the tokens that are left.
     """
-    rounds = tokens = 0
-    depths: list[int] = []
+    num_tokens, depths = 0, list[int]()
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([*prompt, *answer], device=target.device)
-        chains = draft_chains(head, target, ids, num_steps=num_steps).tolist()
-        place = 1
-        while place < len(answer):
-            depth = accepted_depth(chains[len(prompt) + place - 2], answer[place:])
-            gained = min(depth + 1, len(answer) - place)
-            rounds, tokens, place = rounds + 1, tokens + gained, place + gained
-            depths.append(depth)
+        chains = draft_chains(head, target, ids, num_steps=num_steps)
+        found = walk(accepted_depths(chains, ids).tolist(), len(prompt) + 1, len(ids))
+        num_tokens, depths = num_tokens + max(len(answer) - 1, 0), depths + found
     deepest = max(depths, default=0)
     by_position = tuple(sum(depth > k for depth in depths) for k in range(deepest))
-    return Acceptance(rounds, tokens, by_position)
+    return Acceptance(len(depths), num_tokens, by_position)
 
 
-def accepted_depth(draft: Sequence[int], truth: Sequence[int]) -> int:
-    """Returns the number of drafted tokens before the first one that differs from `truth`."""
-    depth = 0
-    while depth < min(len(draft), len(truth)) and draft[depth] == truth[depth]:
-        depth += 1
-    return depth
+def accepted_depths(chains: Tensor, token_ids: Tensor) -> Tensor:
+    """Returns `[..., N - 1]` int64: how many tokens of each chain come before the first one that
+    differs from the text.
+
+    Args:
+        chains: `[..., N - 1, K]`; row i is drafted after token i + 1.
+        token_ids: `[..., N]`, the text.
+    """
+    num_steps = chains.shape[-1]
+    truth = F.pad(token_ids, (0, num_steps), value=-1).unfold(-1, num_steps, 1)[..., 2:, :]
+    return (chains == truth).cumprod(-1).sum(-1)
+
+
+def walk(depths: Sequence[int], at: int, end: int) -> list[int]:
+    """Returns the accepted depth of each round from token `at` to `end`. A round takes the chain
+    after token `at - 1`, and commits the accepted tokens and a bonus token.
+
+    Args:
+        depths: element i is the accepted depth of the chain after token i + 1.
+    """
+    found = []
+    while at < end:
+        found.append(depths[at - 2])
+        at += found[-1] + 1
+    return found

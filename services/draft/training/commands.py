@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from services.draft.training.documents import (
 )
 from services.draft.training.frozen_target import (
     FrozenTarget,
-    HeadSizes,
     answered_documents,
     end_token_ids,
     write_answers,
@@ -43,9 +43,10 @@ from services.draft.training.objectives import (
     Objective,
     RecurrentObjective,
 )
-from services.draft.training.optimisers import OptimiserKind, Optimisers, averaged
 from services.draft.training.trainer import (
     LOG_FILE,
+    OptimiserKind,
+    Optimisers,
     Ranks,
     Trainer,
     TrainingPlan,
@@ -58,20 +59,21 @@ from shared.models.heads.loader import read_token_map
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns the parser of all commands; the chosen one is `command`."""
+    """Returns the parser of all commands; `run` is the function of the chosen one."""
     root = argparse.ArgumentParser(
         prog="python -m services.draft.training",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = root.add_subparsers(dest="command", required=True)
-    _tokenize(_command(commands, "tokenize", "encode texts and chats"))
-    _generate(_command(commands, "generate", "let the target answer prompts"))
-    _token_map(_command(commands, "token-map", "list the most frequent tokens"))
-    _train(_command(commands, "train", "train a head"))
-    _average(_command(commands, "average", "mix the weights of heads of one shape"))
-    _evaluate(_command(commands, "evaluate", "measure the accepted length"))
-    _curves(_command(commands, "curves", "draw a training log"))
+    for name, (summary, add_flags, run) in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        if name not in ("average", "curves"):
+            command.add_argument("--target", type=Path, required=True, help="folder of the target")
+        add_flags(command)
+        command.set_defaults(run=run)
     return root
 
 
@@ -98,17 +100,6 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; it must be positive and finite")
     return value
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    if name not in ("average", "curves"):
-        command.add_argument("--target", type=Path, required=True, help="folder of the target")
-    return command
 
 
 def _device(command: argparse.ArgumentParser) -> None:
@@ -161,8 +152,8 @@ def _train(command: argparse.ArgumentParser) -> None:
 
 
 def _sizes(group: argparse._ArgumentGroup) -> None:
-    for flag in ("intermediate-size", "num-heads", "num-kv-heads", "head-dim", "num-layers"):
-        group.add_argument(f"--{flag}", type=count)
+    for name in ("intermediate-size", "num-heads", "num-kv-heads", "head-dim", "num-layers"):
+        group.add_argument(f"--{name}", type=count)
     group.add_argument("--token-map", type=Path, help="EAGLE3: its own vocabulary")
     group.add_argument("--feature-layers", type=int, nargs="+", help="streams of the target")
     group.add_argument("--block-size", type=count, default=8, help="DFLASH")
@@ -216,6 +207,10 @@ def _curves(command: argparse.ArgumentParser) -> None:
     command.add_argument("--title", default="")
 
 
+_SIZES = (
+    *("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"),
+    *("block_size", "mask_token_id"),
+)
 UNROLL = {Algorithm.EAGLE: 1, Algorithm.EAGLE3: 5, Algorithm.MTP: 3}
 
 
@@ -262,7 +257,15 @@ def train(arguments: argparse.Namespace) -> None:
     with join_ranks(arguments.device) as ranks:
         target = _target(arguments, ranks.device)
         objective = _objective(arguments, target, _head(arguments, target))
-        plan = _plan(arguments)
+        plan = TrainingPlan(
+            out=arguments.out,
+            num_steps=arguments.steps,
+            seconds=arguments.seconds,
+            batch_size=arguments.batch_size,
+            log_every=arguments.log_every,
+            save_every=arguments.save_every,
+            seed=arguments.seed,
+        )
         sources = [Source(Documents.load(path), share) for path, share in arguments.data]
         trainer = Trainer(
             plan,
@@ -287,6 +290,36 @@ def train(arguments: argparse.Namespace) -> None:
 def average(arguments: argparse.Namespace) -> None:
     folders, shares = zip(*arguments.head, strict=True)
     save_head(averaged([load_head(folder) for folder in folders], shares), arguments.out)
+
+
+def averaged(heads: Sequence[Head], shares: Sequence[float]) -> Head:
+    """Returns the first of `heads`, with the weighted mean of all their weights.
+
+    A head that was trained further, on other data or for more steps of its own drafts, is better
+    there and a little worse elsewhere. A mean of it and its initial head often keeps both gains.
+
+    Source: Wortsman et al., Robust fine-tuning of zero-shot models, arXiv 2109.01903, section 3.
+
+    Args:
+        shares: weight of each head in the mean, positive; they need not add up to 1.
+
+    Raises:
+        CheckpointError: heads differ in shape or in the tokens that they can draft.
+    """
+    first = heads[0]
+    for number, head in enumerate(heads, 1):
+        if head.shape != first.shape:
+            raise CheckpointError(f"head {number} has another shape than the first")
+    states = [head.state_dict() for head in heads]
+    for name, tensor in states[0].items():
+        tensors = [state[name] for state in states]
+        if tensor.is_floating_point():
+            pairs = zip(tensors, shares, strict=True)
+            total = sum((share * part.double() for part, share in pairs), torch.zeros(()))
+            tensor.copy_(total / sum(shares))
+        elif not all(torch.equal(other, tensor) for other in tensors):
+            raise CheckpointError(f"heads differ in {name}: they can draft other tokens")
+    return first
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -340,20 +373,11 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
         vocab_size = target.model.config.vocab_size
         token_ids = read_token_map(arguments.token_map, vocab_size).tolist()
-    layers = arguments.feature_layers
-    sizes = HeadSizes(
-        intermediate_size=arguments.intermediate_size,
-        num_heads=arguments.num_heads,
-        num_kv_heads=arguments.num_kv_heads,
-        head_dim=arguments.head_dim,
-        draft_vocab_size=None if token_ids is None else len(token_ids),
-        feature_layers=None if layers is None else tuple(layers),
-        num_layers=arguments.num_layers,
-        block_size=arguments.block_size,
-        mask_token_id=arguments.mask_token_id,
-    )
+    sizes = {name: getattr(arguments, name) for name in _SIZES}
+    sizes["feature_layers"] = arguments.feature_layers and tuple(arguments.feature_layers)
+    sizes["draft_vocab_size"] = None if token_ids is None else len(token_ids)
     torch.manual_seed(arguments.seed)
-    head = build_head(target.head_shape(algorithm, sizes), token_ids)
+    head = build_head(target.head_shape(algorithm, **sizes), token_ids)
     init_from_target(head, target)
     return head.to(target.device)
 
@@ -385,18 +409,6 @@ def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _plan(arguments: argparse.Namespace) -> TrainingPlan:
-    return TrainingPlan(
-        out=arguments.out,
-        num_steps=arguments.steps,
-        seconds=arguments.seconds,
-        batch_size=arguments.batch_size,
-        log_every=arguments.log_every,
-        save_every=arguments.save_every,
-        seed=arguments.seed,
-    )
-
-
 def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
     rows = read_log(plan.folder / LOG_FILE)
     if not rows:
@@ -415,3 +427,15 @@ def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
 def _save(documents: Documents, path: Path) -> None:
     documents.save(path)
     print(f"{path}: {len(documents)} documents, {len(documents.tokens):,} tokens")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[argparse.Namespace], None]]] = {
+    "tokenize": ("encode texts and chats", _tokenize, tokenize),
+    "generate": ("let the target answer prompts", _generate, generate),
+    "token-map": ("list the most frequent tokens", _token_map, make_token_map),
+    "train": ("train a head", _train, train),
+    "average": ("mix the weights of heads of one shape", _average, average),
+    "evaluate": ("measure the accepted length", _evaluate, evaluate),
+    "curves": ("draw a training log", _curves, draw),
+}
+"""What each command does, its flags and its function."""

@@ -40,26 +40,6 @@ class TargetRows:
     states: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSizes:
-    """The sizes of a head that can be chosen; None is the target's size.
-
-    Attributes:
-        feature_layers: see `HeadShape`.
-        mask_token_id: DFLASH, a token that texts do not contain.
-    """
-
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    draft_vocab_size: int | None = None
-    feature_layers: tuple[int, ...] | None = None
-    num_layers: int | None = None
-    block_size: int = 8
-    mask_token_id: int = 0
-
-
 class FrozenTarget:
     """A causal language model whose hidden states can be read.
 
@@ -100,35 +80,37 @@ class FrozenTarget:
         weight: Tensor = self._decoder.norm.weight
         return weight
 
-    def head_shape(self, algorithm: Algorithm, sizes: HeadSizes) -> HeadShape:
+    def head_shape(self, algorithm: Algorithm, **sizes: Any) -> HeadShape:
         """Returns the shape of a head for this target.
+
+        Args:
+            sizes: fields of `HeadShape` that are chosen; None is the target's size.
 
         Raises:
             CheckpointError: the sizes do not fit together.
         """
         config = self.model.config
-        num_heads = sizes.num_heads or config.num_attention_heads
-        shape = HeadShape(
-            algorithm=algorithm,
-            hidden_size=config.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=sizes.num_kv_heads or config.num_key_value_heads,
-            head_dim=sizes.head_dim
-            or getattr(config, "head_dim", None)
-            or config.hidden_size // num_heads,
-            intermediate_size=sizes.intermediate_size or config.intermediate_size,
-            vocab_size=config.vocab_size,
-            draft_vocab_size=sizes.draft_vocab_size,
-            num_layers=sizes.num_layers or (5 if algorithm is Algorithm.DFLASH else 1),
-            num_target_layers=self.num_layers,
-            feature_layers=sizes.feature_layers
-            or default_feature_layers(algorithm, self.num_layers),
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=_rope_theta(config),
-            max_position_embeddings=config.max_position_embeddings,
-            block_size=sizes.block_size,
-            mask_token_id=sizes.mask_token_id,
-        )
+        given = {name: size for name, size in sizes.items() if size is not None}
+        num_heads = given.get("num_heads", config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        own: dict[str, Any] = {
+            "algorithm": algorithm,
+            "hidden_size": config.hidden_size,
+            "num_heads": num_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": head_dim,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": None,
+            "num_layers": 5 if algorithm is Algorithm.DFLASH else 1,
+            "num_target_layers": self.num_layers,
+            "feature_layers": default_feature_layers(algorithm, self.num_layers),
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": _rope_theta(config),
+            "max_position_embeddings": config.max_position_embeddings,
+            "block_size": 8,
+        }
+        shape = HeadShape(**own | given)
         _check(shape)
         return shape
 

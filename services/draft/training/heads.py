@@ -13,7 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from safetensors.torch import save_file
@@ -113,27 +113,32 @@ class EagleHead(RecurrentHead):
         super().__init__(shape)
         self.fc = linear(2 * shape.hidden_size, shape.hidden_size)
         init_as_identity(self.fc, shape.hidden_size)
-        self.layers = nn.ModuleList([EagleLayer(shape)])
+        self.layers = nn.ModuleList([Layer(shape, shape.hidden_size)])
 
     def advance(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
         mixed = self.fc(torch.cat((embedded.to(hidden.dtype), hidden), dim=-1))
-        state: Tensor = self.layers[0](mixed, unrolling)
-        return state
+        return cast("Tensor", self.layers[0](mixed, mixed, unrolling))
 
 
-class EagleLayer(nn.Module):
-    """A block without `input_layernorm`."""
+class Layer(nn.Module):
+    """An attention and a feed-forward, each added to the residual stream.
 
-    def __init__(self, shape: HeadShape) -> None:
+    Args:
+        width: of the rows that the attention reads.
+    """
+
+    def __init__(self, shape: HeadShape, width: int, **options: bool) -> None:
         super().__init__()
-        self.self_attn = Projections(shape, shape.hidden_size)
+        self.self_attn = Projections(shape, width, **options)
         self.mlp = Mlp(shape)
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, mixed: Tensor, unrolling: Unrolling) -> Tensor:
-        mixed = mixed + unrolling.attend(self.self_attn, mixed)
-        out: Tensor = mixed + self.mlp(self.post_attention_layernorm(mixed))
-        return out
+    def forward(self, stream: Tensor, rows: Tensor, unrolling: Unrolling) -> Tensor:
+        """Returns the stream `[B, R, H]` after the layer, whose attention reads `rows`."""
+        return self.add_mlp(stream + unrolling.attend(self.self_attn, rows))
+
+    def add_mlp(self, stream: Tensor) -> Tensor:
+        return stream + cast("Tensor", self.mlp(self.post_attention_layernorm(stream)))
 
 
 class Eagle3Head(RecurrentHead):
@@ -148,16 +153,14 @@ class Eagle3Head(RecurrentHead):
         hidden = shape.hidden_size
         self.fc = linear(shape.feature_width, hidden)
         init_as_identity(self.fc, hidden)
-        self.midlayer = Eagle3Layer(shape)
+        self.midlayer = Eagle3Layer(shape, 2 * hidden)
         self.norm = RmsNorm(hidden, shape.rms_norm_eps)
 
     def fuse(self, features: Tensor) -> Tensor:
-        fused: Tensor = self.fc(features)
-        return fused
+        return cast("Tensor", self.fc(features))
 
     def advance(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
-        state: Tensor = self.midlayer(embedded, hidden, unrolling)
-        return state
+        return cast("Tensor", self.midlayer(embedded, hidden, unrolling))
 
     def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
         return F.linear(self.norm(states), lm_head)
@@ -183,8 +186,7 @@ class Eagle3SmallVocabHead(Eagle3Head):
 
     def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
         del lm_head  # the head has its own
-        logits: Tensor = self.lm_head(self.norm(states))
-        return logits
+        return cast("Tensor", self.lm_head(self.norm(states)))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]
@@ -193,23 +195,17 @@ class Eagle3SmallVocabHead(Eagle3Head):
         return lm_head[self.target_ids(torch.arange(len(self.d2t), device=self.d2t.device))]
 
 
-class Eagle3Layer(nn.Module):
-    """A block whose attention reads embedding and hidden state, concatenated."""
+class Eagle3Layer(Layer):
+    """A layer whose attention reads embedding and hidden state, concatenated."""
 
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        self.self_attn = Projections(shape, 2 * hidden)
-        self.mlp = Mlp(shape)
-        self.hidden_norm = RmsNorm(hidden, eps)
-        self.input_layernorm = RmsNorm(hidden, eps)
-        self.post_attention_layernorm = RmsNorm(hidden, eps)
+    def __init__(self, shape: HeadShape, width: int) -> None:
+        super().__init__(shape, width)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
         parts = self.input_layernorm(embedded.to(hidden.dtype)), self.hidden_norm(hidden)
-        mixed = hidden + unrolling.attend(self.self_attn, torch.cat(parts, dim=-1))
-        out: Tensor = mixed + self.mlp(self.post_attention_layernorm(mixed))
-        return out
+        return super().forward(hidden, torch.cat(parts, dim=-1), unrolling)
 
 
 class MtpHead(RecurrentHead):
@@ -228,40 +224,32 @@ class MtpHead(RecurrentHead):
     @property
     def final_norm(self) -> RmsNorm:
         """The norm before the lm_head."""
-        layer = self.mtp_layers[0]
-        assert isinstance(layer, MtpLayer)
-        return layer.final_layernorm
+        return cast("MtpLayer", self.mtp_layers[0]).final_layernorm
 
     def advance(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
-        state: Tensor = self.mtp_layers[0](embedded, hidden, unrolling)
-        return state
+        return cast("Tensor", self.mtp_layers[0](embedded, hidden, unrolling))
 
 
-class MtpLayer(nn.Module):
-    """A Qwen2 block between two input norms and a final norm."""
+class MtpLayer(Layer):
+    """A Qwen2 layer between two input norms and a final norm."""
 
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        super().__init__(shape, hidden, has_bias=True)
         self.token_layernorm = RmsNorm(hidden, eps)
         self.hidden_layernorm = RmsNorm(hidden, eps)
         self.input_proj = linear(2 * hidden, hidden)
         with torch.no_grad():
             self.input_proj.weight[:, :hidden] += torch.eye(hidden)
         self.input_layernorm = RmsNorm(hidden, eps)
-        self.self_attn = Projections(shape, hidden, has_bias=True)
-        self.post_attention_layernorm = RmsNorm(hidden, eps)
-        self.mlp = Mlp(shape)
         self.final_layernorm = RmsNorm(hidden, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
         embedded = unrolling.without_first(embedded)
         parts = self.hidden_layernorm(hidden), self.token_layernorm(embedded.to(hidden.dtype))
         mixed = self.input_proj(torch.cat(parts, dim=-1))
-        mixed = mixed + unrolling.attend(self.self_attn, self.input_layernorm(mixed))
-        out: Tensor = mixed + self.mlp(self.post_attention_layernorm(mixed))
-        normed: Tensor = self.final_layernorm(out)
-        return normed
+        out = super().forward(mixed, self.input_layernorm(mixed), unrolling)
+        return cast("Tensor", self.final_layernorm(out))
 
 
 class TargetTables(Protocol):
@@ -348,19 +336,15 @@ class BlockHead(nn.Module):
         return rotation_at(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
 
 
-class BlockLayer(nn.Module):
-    """A Qwen3 block that also attends to the context's keys and values."""
+class BlockLayer(Layer):
+    """A Qwen3 layer that also attends to the context's keys and values."""
 
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        super().__init__(shape, shape.hidden_size, has_norms=True)
         self.block_size = shape.block_size
-        self.input_layernorm = RmsNorm(hidden, eps)
-        self.self_attn = Projections(shape, hidden, has_norms=True)
-        self.post_attention_layernorm = RmsNorm(hidden, eps)
-        self.mlp = Mlp(shape)
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         rows: Tensor,
         context: Tensor,
@@ -376,9 +360,7 @@ class BlockLayer(nn.Module):
             anchors,
             self.block_size,
         )
-        rows = rows + attention.output(mixed)
-        out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
-        return out
+        return self.add_mlp(rows + attention.output(mixed))
 
 
 SHAPE_FILE = "training_shape.json"

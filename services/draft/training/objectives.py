@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -67,29 +68,23 @@ def divergence(logits: Tensor, target_logits: Tensor, hard: float) -> Tensor:
     return (soft - hard * log_probs.gather(-1, best).squeeze(-1)).mean()
 
 
-class PositionLosses:
-    """Collects losses and matches of the drafted positions of one batch."""
+def outcome_of(
+    losses: Sequence[Tensor], matches: Sequence[Tensor], *, decay: float, extra: Tensor
+) -> Outcome:
+    """Returns the weighted loss of all drafted positions, plus `extra`, and the figures.
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self._losses: list[Tensor] = []
-        self._matches: list[Tensor] = []
-
-    def add(self, loss: Tensor, matches: Tensor) -> None:
-        """Adds the next position; `matches` `[...]`: draft and target have the same best token."""
-        self._losses.append(loss)
-        self._matches.append(matches)
-
-    def outcome(self, extra: Tensor) -> Outcome:
-        """Returns the weighted loss of all positions, plus `extra`, and the figures."""
-        losses, matches = torch.stack(self._losses), torch.stack(self._matches).float()
-        weights = self._decay ** torch.arange(len(losses), device=losses.device)
-        return Outcome(
-            loss=(losses * weights).sum() / weights.sum() + extra,
-            losses=losses.detach(),
-            agreements=matches.flatten(1).mean(1),
-            accepted_length=1.0 + matches.cumprod(0).sum(0).mean(),
-        )
+    Args:
+        matches: `[...]` each, whether draft and target have the same best token.
+        decay: see `LossTerms`.
+    """
+    loss, is_same = torch.stack(list(losses)), torch.stack(list(matches)).float()
+    weights = decay ** torch.arange(len(loss), device=loss.device)
+    return Outcome(
+        loss=(loss * weights).sum() / weights.sum() + extra,
+        losses=loss.detach(),
+        agreements=is_same.flatten(1).mean(1),
+        accepted_length=1.0 + is_same.cumprod(0).sum(0).mean(),
+    )
 
 
 class Objective(nn.Module, ABC, Generic[H]):
@@ -141,7 +136,7 @@ class RecurrentObjective(Objective[RecurrentHead]):
         num_rows = rows.token_ids.shape[1] - self._num_steps
         hidden = head.fuse(self._noisy(rows.features[:, :num_rows]))
         unrolling = Unrolling(head.shape, self._attention)
-        positions = PositionLosses(self._terms.decay)
+        losses, matches = list[Tensor](), list[Tensor]()
         target_scores, best = self._target_scores(rows.states)
         distance = hidden.new_zeros(())
         for step in range(self._num_steps):
@@ -150,13 +145,14 @@ class RecurrentObjective(Objective[RecurrentHead]):
             hidden = head.advance(embedded, hidden, unrolling)
             logits = head.scores(hidden, target.lm_head)
             target_logits = target_scores[:, ahead].flatten(0, 1)
-            loss = self._divergence(logits.flatten(0, 1), target_logits, self._terms.hard)
-            positions.add(loss, head.target_ids(logits.argmax(-1)) == best[:, ahead])
+            losses.append(self._divergence(logits.flatten(0, 1), target_logits, self._terms.hard))
+            matches.append(head.target_ids(logits.argmax(-1)) == best[:, ahead])
             if self._terms.regression:
                 distance = distance + F.smooth_l1_loss(
                     hidden.float(), rows.states[:, ahead].float()
                 )
-        return positions.outcome(self._terms.regression * distance / self._num_steps)
+        extra = self._terms.regression * distance / self._num_steps
+        return outcome_of(losses, matches, decay=self._terms.decay, extra=extra)
 
     def _target_scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the target's scores `[B, N, Vd]` of the head's tokens, and its best tokens
@@ -200,13 +196,12 @@ class BlockObjective(Objective[BlockHead]):
             1, length - size + 2, (batch, self._num_anchors), device=rows.token_ids.device
         )
         states = self.head(target.embedding, rows.token_ids, rows.features.float(), anchors)
-        positions = PositionLosses(self._terms.decay)
+        losses, matches = list[Tensor](), list[Tensor]()
         for index in range(size - 1):
             logits = F.linear(states[:, :, index], target.lm_head)
             scored = (anchors + index).unsqueeze(-1).expand(-1, -1, rows.states.shape[-1])
             target_logits = target.logits(rows.states.gather(1, scored))
-            loss = self._divergence(
-                logits.flatten(0, 1), target_logits.flatten(0, 1), self._terms.hard
-            )
-            positions.add(loss, logits.argmax(-1) == target_logits.argmax(-1))
-        return positions.outcome(states.new_zeros(()))
+            pair = logits.flatten(0, 1), target_logits.flatten(0, 1)
+            losses.append(self._divergence(*pair, self._terms.hard))
+            matches.append(logits.argmax(-1) == target_logits.argmax(-1))
+        return outcome_of(losses, matches, decay=self._terms.decay, extra=states.new_zeros(()))

@@ -1,7 +1,9 @@
-"""The training loop: read windows, run the target, step the head, save checkpoints, log."""
+"""The training loop: read windows, run the target, step the head, save checkpoints, log. Optimisers
+and their learning rate."""
 
 from __future__ import annotations
 
+import enum
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +21,13 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from services.draft.training.documents import Windows
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.heads import save_head
 from services.draft.training.objectives import Objective, Outcome
-from services.draft.training.optimisers import Optimisers, rate_factor
 from shared.errors import CheckpointError
 
 
@@ -118,6 +120,73 @@ def draw_curves(rows: Sequence[LogRow], folder: Path, title: str) -> list[Path]:
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=100)
     return paths
+
+
+_MAX_NORM = 1.0
+"""Most of the norm of all gradients together; larger ones are clipped."""
+
+
+class OptimiserKind(enum.Enum):
+    """MUON optimises the matrices of the layers; norms, biases and lm_head have AdamW."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
+class Optimisers:
+    """One or two optimisers that step together.
+
+    Args:
+        rate: highest learning rate.
+        decay: weight decay of matrices.
+    """
+
+    def __init__(self, head: nn.Module, kind: OptimiserKind, *, rate: float, decay: float) -> None:
+        named = list(head.named_parameters())
+        self._parameters = [p for _, p in named]
+        matrices = [p for name, p in named if p.dim() == 2 and "lm_head" not in name]
+        scores = [p for name, p in named if p.dim() == 2 and "lm_head" in name]
+        vectors = [p for _, p in named if p.dim() != 2]
+        groups: list[dict[str, Any]] = [
+            {"params": scores, "weight_decay": decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._all: list[Optimizer] = []
+        if kind is OptimiserKind.MUON:
+            muon = Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self._all.append(muon)
+        else:
+            groups.append({"params": matrices, "weight_decay": decay})
+        used = [group for group in groups if group["params"]]
+        self._all.append(AdamW(used, lr=rate, betas=(0.9, 0.95)))
+        self._rate = rate
+
+    def step(self, factor: float) -> None:
+        """Clips the gradients, updates at `factor` times the highest rate, clears the gradients."""
+        nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
+        for optimiser in self._all:
+            for group in optimiser.param_groups:
+                group["lr"] = self._rate * factor
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [optimiser.state_dict() for optimiser in self._all]
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        for optimiser, state in zip(self._all, states, strict=True):
+            optimiser.load_state_dict(state)
+
+
+def rate_factor(progress: float, *, warm_up: float = 0.02, cool_down: float = 0.5) -> float:
+    """Returns the factor of the highest rate at `progress` in [0, 1]: up, level, then down to 0.
+
+    Args:
+        warm_up, cool_down: shares of the run.
+    """
+    if progress < warm_up:
+        return max(progress, 1e-3) / warm_up
+    return min(1.0, max(0.0, (1.0 - progress) / cool_down))
 
 
 STATE_FILE = "state.pt"

@@ -9,7 +9,7 @@ import pytest
 from services.draft import drafter_factory
 from services.draft.algorithm import Algorithm
 from services.draft.drafter_factory import OUTCOME_BUDGET, outcome_budget
-from services.draft.settings import DraftSettings, with_local_models
+from services.draft.settings import DraftSettings, checked_models
 from shared.errors import SettingsError
 from shared.model_options import AttentionBackend, Dtype
 from shared.ngram import MatchType
@@ -237,7 +237,7 @@ def test_a_head_takes_a_part_of_a_shape_no_more_than_others_do(tmp_path: Path) -
 def test_without_a_head_the_targets_own_next_token_layers_draft(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}')
-    settings = with_local_models(_head(name, tmp_path))
+    settings = checked_models(_head(name, tmp_path))
     assert settings.algorithm is Algorithm.MTP
     assert (settings.model_folder, settings.shape) == (tmp_path, TreeShape(1, 1, 2))
     with_head = _head(name, tmp_path, "--speculative-draft-model-path", "/heads/own")
@@ -248,8 +248,8 @@ def test_without_a_head_the_targets_own_next_token_layers_draft(name: str, tmp_p
 def test_the_demos_heads_are_for_the_demo_model_alone(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(SettingsError, match=f"{name} needs a head that was trained for"):
-        with_local_models(_head(name, tmp_path))
-    assert with_local_models(_read("--speculative-algorithm", name)).is_of_demo
+        checked_models(_head(name, tmp_path))
+    assert checked_models(_read("--speculative-algorithm", name)).is_of_demo
 
 
 @pytest.mark.parametrize(

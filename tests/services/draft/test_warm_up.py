@@ -11,10 +11,9 @@ import torch
 
 from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.drafter import Drafter
-from services.draft.engine import DraftEngine
+from services.draft.engine import DraftEngine, warm_up
 from services.draft.events import FeatureRows
 from services.draft.settings import DraftSettings
-from services.draft.warm_up import warm_up
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.settings import load_settings
 from shared.tokens import SamplingParams, TreeShape
@@ -49,7 +48,7 @@ def test_a_head_is_warmed_up_by_a_real_tree_and_leaves_nothing_behind(
     head: Drafter, engine: DraftEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     idle = dict(head.gauges())
-    with caplog.at_level(logging.DEBUG, logger="services.draft.warm_up"):
+    with caplog.at_level(logging.DEBUG, logger="services.draft.engine"):
         warm_up(engine, head.limits.feature_spec)
     assert "proposed 5 tokens" in caplog.text
     engine.check().result()
@@ -61,7 +60,7 @@ def test_where_kernels_are_compiled_prompts_of_many_lengths_are_proposed_for_tog
     head: Drafter, engine: DraftEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     idle = dict(head.gauges())
-    with caplog.at_level(logging.DEBUG, logger="services.draft.warm_up"):
+    with caplog.at_level(logging.DEBUG, logger="services.draft.engine"):
         warm_up(engine, head.limits.feature_spec, most_at_once=4)
     assert "2 prompts of 40 tokens" in caplog.text
     assert "8 prompts" not in caplog.text

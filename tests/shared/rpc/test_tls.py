@@ -13,7 +13,7 @@ from grpc import aio
 from services import probe
 from services.certs import CertFolder, write_certs
 from shared.rpc.channel import open_channel
-from shared.rpc.healthcheck import is_serving
+from shared.rpc.healthcheck import health_problem
 from shared.tls import ClientTls
 from tests.helpers.scripted_server import ScriptedServer, scripted_server
 
@@ -40,7 +40,7 @@ async def test_both_sides_know_each_other(certs: CertFolder) -> None:
     async with scripted_server(certs.server_tls(), tls, unary_unary=_answer) as server:
         assert await _call(server, tls) == b"!?"
         await server.lifecycle.activate()
-        assert await is_serving(server.address, tls=tls)
+        assert await health_problem(server.address, tls=tls) is None
         assert await probe.grpc_is_serving(server.address, tls)
 
 

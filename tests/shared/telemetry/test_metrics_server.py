@@ -10,10 +10,9 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.cert_folder import CertFolder
 from shared.errors import SettingsError
 from shared.telemetry.metrics_server import serve_metrics
-from shared.tls import ClientTls
+from shared.tls import CertFolder, ClientTls
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.training.acceptance import draft_chains
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
 from shared.kv.leases import KvLeases
@@ -90,12 +90,13 @@ def test_a_served_head_drafts_as_in_training(
 ) -> None:
     folder = write_checkpoint(tmp_path / "target", shape=TinyShape(vocab_size=64, num_layers=6))
     frozen = FrozenTarget.load(folder, device=CPU, dtype=torch.float32)
-    sizes = HeadSizes(
+    sizes = frozen.head_shape(
+        algorithm,
         num_layers=2 if algorithm is Algorithm.DFLASH else None,
         block_size=5,
         draft_vocab_size=None if own_vocabulary is None else len(own_vocabulary),
     )
-    trained = build_head(frozen.head_shape(algorithm, sizes), own_vocabulary).eval()
+    trained = build_head(sizes, own_vocabulary).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trained.parameters():

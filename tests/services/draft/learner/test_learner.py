@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from services.draft.events import WeightsUpdated
-from services.draft.learner.learner import LOG_FILE, Learner, Lessons
-from services.draft.learner.student import LIKELY, Measurement, Student, Teaching
-from services.draft.learner.students import HeadStudent
+from services.draft.learner.learner import LOG_FILE, Learner
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import LIKELY, HeadStudent, Measurement, Student
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head
@@ -35,6 +35,7 @@ class Ends:
 
 
 ENDS = Ends()
+SETTINGS = LearnerSettings(target=("127.0.0.1:1",), rate=3e-2, batch_size=8, window=20)
 
 
 def _head(folder: Path, algorithm: Algorithm, *, draft_vocab_size: int | None = None) -> Path:
@@ -72,7 +73,13 @@ def _examples(step: int = STEP) -> list[Example]:
 
 
 def _student(folder: Path) -> HeadStudent:
-    return HeadStudent(folder, ENDS, Teaching(unroll=3, rate=3e-2, batch_size=8, window=20))
+    return HeadStudent(folder, ENDS, replace(SETTINGS, unroll=3))
+
+
+@pytest.fixture(autouse=True)
+def _short_chains_on_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.draft.learner.learner.NUM_STEPS", 3)
+    monkeypatch.setattr("services.draft.learner.learner.MIN_HELD_OUT", 8)
 
 
 class Drafts:
@@ -102,16 +109,15 @@ def _learner_on(
     traffic = Traffic(iter(range(10**6)).__next__, held_out_share=0.5)
     for example in examples:
         traffic.add(example)
-    lessons = Lessons(
+    settings = replace(
+        SETTINGS,
         out=folder.parent / "out",
-        num_updates=30,
-        min_new_tokens=1,
-        num_steps=3,
-        min_held_out=8,
-        num_kept=2,
+        lesson_updates=30,
+        lesson_tokens=1,
+        versions_kept=2,
     )
     clock = iter(range(1, 10**6)).__next__
-    return Learner(student, traffic, lessons, drafts, clock), traffic, student
+    return Learner(student, traffic, settings, drafts, clock), traffic, student
 
 
 @pytest.mark.parametrize(
@@ -239,11 +245,12 @@ def test_luck_is_no_gain() -> None:
     assert not plain.beats(better, 0.0)
 
 
-def test_the_first_updates_are_small(tmp_path: Path) -> None:
+def test_the_first_updates_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a warm-up the first step of AdamW moves each weight by the whole rate."""
     folder, moved = _head(tmp_path / "head", Algorithm.EAGLE), []
     for warm_up in (1, 20):
-        student = HeadStudent(folder, ENDS, Teaching(rate=1e-2, window=20, warm_up=warm_up))
+        monkeypatch.setattr("services.draft.learner.student.WARM_UP", warm_up)
+        student = HeadStudent(folder, ENDS, replace(SETTINGS, rate=1e-2))
         before = student.state()["fc.weight"]
         student.learn(_examples()[:8], torch.Generator().manual_seed(0))
         moved.append(float((student.state()["fc.weight"] - before).abs().max()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.draft.learner.student import Teaching
-from services.draft.learner.students import ModelStudent
+from services.draft.learner.settings import LearnerSettings
+from services.draft.learner.student import ModelStudent
 from services.draft.learner.traffic import Example
-from services.draft.training.acceptance import accepted_depth
 from services.draft.training.frozen_target import load_causal_model
 from shared.errors import CheckpointError
 from shared.model_options import ModelOptions
@@ -43,9 +43,9 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "draft", "llama", shape, seed=5)
 
 
-def _student(folder: Path, teaching: Teaching | None = None) -> ModelStudent:
-    teaching = teaching or Teaching(rate=1e-2, batch_size=8, window=20)
-    return ModelStudent(folder, ENDS, teaching, num_target_layers=NUM_LAYERS)
+def _student(folder: Path, rate: float = 1e-2, window: int = 20) -> ModelStudent:
+    settings = LearnerSettings(target=("127.0.0.1:1",), rate=rate, batch_size=8, window=window)
+    return ModelStudent(folder, ENDS, settings, num_target_layers=NUM_LAYERS)
 
 
 def _example(tokens: Sequence[int], best: Sequence[int]) -> Example:
@@ -114,18 +114,23 @@ def test_a_draft_is_measured_as_it_would_draft(folder: Path, tmp_path: Path) -> 
             known = list(tokens[:at])
             for _ in range(3):
                 known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
-            rounds, at = rounds + 1, at + accepted_depth(known[at:], tokens[at:]) + 1
+            pairs = zip(known[at:], tokens[at:], strict=False)
+            depth = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            rounds, at = rounds + 1, at + depth + 1
         walked.append((rounds, len(tokens) - 5))
-    saved = _student(tmp_path / "saved", Teaching(window=64))
+    saved = _student(tmp_path / "saved", window=64)
     found = saved.measure(HELD_OUT, num_steps=3)
     assert found.walked == tuple(walked)
     assert 1.2 < found.mean_length < 4.0
 
 
-def test_the_loss_is_the_divergence_from_the_targets_law(folder: Path) -> None:
+def test_the_loss_is_the_divergence_from_the_targets_law(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_causal_model(folder, torch.float32)
     example = _steps(3)
-    student = _student(folder, Teaching(rate=1e-9, hard=0.0, window=64))
+    monkeypatch.setattr("services.draft.learner.student.HARD", 0.0)
+    student = _student(folder, rate=1e-9, window=64)
     loss = student.learn([example], torch.Generator().manual_seed(0))
     with torch.no_grad():
         own = model(torch.tensor([example.token_ids[:-1]])).logits[0].log_softmax(-1)

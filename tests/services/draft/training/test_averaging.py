@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.training.commands import average, parser
+from services.draft.training.commands import average, averaged, parser
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import Head, build_head, load_head, save_head
-from services.draft.training.optimisers import averaged
 from shared.errors import CheckpointError
 
 SHAPE = HeadShape(

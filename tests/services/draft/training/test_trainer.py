@@ -13,15 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.draft.training.acceptance import accepted_depth
-from services.draft.training.commands import evaluate, generate, make_token_map, parser, train
+from services.draft.training.acceptance import accepted_depths
+from services.draft.training.commands import parser
 from services.draft.training.documents import Documents, Ids, Source, Windows, frequent_tokens
-from services.draft.training.frozen_target import FrozenTarget, HeadSizes
+from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, load_head
 from services.draft.training.objectives import LossTerms, RecurrentObjective
-from services.draft.training.optimisers import OptimiserKind, Optimisers
-from services.draft.training.trainer import STATE_FILE, Ranks, Trainer, TrainingPlan
+from services.draft.training.trainer import (
+    STATE_FILE,
+    OptimiserKind,
+    Optimisers,
+    Ranks,
+    Trainer,
+    TrainingPlan,
+)
 from shared.errors import CheckpointError
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.serving import free_ports
@@ -58,7 +64,7 @@ def _texts(count: int = 40) -> Documents:
 def _trainer(target: Path, out: Path, windows: Windows | None = None) -> Trainer:
     frozen = FrozenTarget.load(target, device=CPU, dtype=torch.float32)
     torch.manual_seed(0)
-    head = build_head(frozen.head_shape(Algorithm.EAGLE, HeadSizes()))
+    head = build_head(frozen.head_shape(Algorithm.EAGLE))
     plan = TrainingPlan(
         out=out, num_steps=6, seconds=None, batch_size=4, log_every=2, save_every=3, seed=0
     )
@@ -107,8 +113,8 @@ def test_a_checkpoint_that_is_cut_off_is_refused(target: Path, tmp_path: Path) -
 
 
 def _command(*arguments: str) -> None:
-    run = {"generate": generate, "token-map": make_token_map, "train": train, "evaluate": evaluate}
-    run[arguments[0]](parser("").parse_args(arguments))
+    chosen = parser("").parse_args(arguments)
+    chosen.run(chosen)
 
 
 def _train_arguments(target: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -274,4 +280,6 @@ def test_the_map_holds_the_most_frequent_tokens_and_those_it_must() -> None:
 def test_a_draft_counts_up_to_its_first_mistake(
     draft: list[int], truth: list[int], depth: int
 ) -> None:
-    assert accepted_depth(draft, truth) == depth
+    text = torch.tensor([8, 9, *truth])
+    chains = torch.tensor(draft).expand(len(text) - 1, -1)
+    assert accepted_depths(chains, text)[0] == depth
