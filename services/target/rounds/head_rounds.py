@@ -586,7 +586,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
                 and sequence.sampling.is_greedy is is_greedy
                 and not num_read(sequence)
             ]
-            # A round that waited for its trees and has none was late, which the runner reports.
+            # Where trees grow ahead, a lane without one had a verdict that was not foreseen.
             with_tree = [r for r in own if r.num_drafted or not round_.shape.is_ahead]
             policy.observe(
                 round_.shape,

@@ -29,7 +29,8 @@ class Lane:
     """The state that rounds keep of a running sequence.
 
     Attributes:
-        head_lease: KV pages of the head; None where drafts have them in other processes.
+        head_lease: KV pages of the head; None where rounds have no head, and until they take the
+            sequence.
         num_head_rows: computed rows of the head.
     """
 
