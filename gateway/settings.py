@@ -15,7 +15,7 @@ from gateway.api_keys import (
     keys_from_texts,
 )
 from gateway.output.style import ReasoningParser, ToolCallParser
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 from shared.settings import DialingSettings, address_problems, setting, tls_problems
 from shared.text import MAX_PROMPT_CHARACTERS
 from shared.tls import ServerTls, checked_server_tls
@@ -167,8 +167,7 @@ class GatewaySettings(DialingSettings):
             problems += ("--response-store memory is one process's; --workers above 1 need a file",)
         if self.round_log is not None:
             problems += ("--round-log is set; a gateway takes no steps: set it at targets, drafts",)
-        if problems:
-            raise SettingsError(problems)
+        raise_problems(problems)
 
     def _unknown_names(self) -> tuple[str, ...]:
         keys = [key.name for key in self.api_keys] or [ANONYMOUS]

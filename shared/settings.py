@@ -23,7 +23,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 from shared.settings_field import REQUIRED, Field, declared_fields, setting
 from shared.telemetry.logs import LogFormat
 from shared.tls import ClientTls, ServerTls, checked_client_tls, checked_server_tls
@@ -100,8 +100,7 @@ def load_settings(
         for field in fields
         if field.is_required and field.flag not in from_env | given.flags
     ]
-    if problems:
-        raise SettingsError(tuple(problems))
+    raise_problems(problems)
     return cls(**values)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 from shared.sampling_defaults import TREE_STEPS, TREE_TOKENS
 from shared.tokens import TreeShape
 
@@ -161,8 +161,7 @@ def read_adaptive_config(path: Path) -> AdaptiveConfig:
             by_batch[int(key)] = shared | entry
         else:
             problems.append(f"{name}: {key} is {entry!r}; it must be an object")
-    if problems:
-        raise SettingsError(tuple(problems))
+    raise_problems(problems)
     return AdaptiveConfig({size: _candidates(**entry) for size, entry in by_batch.items()})
 
 

@@ -21,7 +21,7 @@ from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
-from shared.errors import SettingsError
+from shared.errors import SettingsError, raise_problems
 from shared.inbox import Inbox
 from shared.kernels.linear import is_hopper
 from shared.kv.leases import KvLeases
@@ -73,8 +73,7 @@ def check_recurrent(settings: TargetSettings, config: ModelConfig) -> None:
     why = f"{config.architecture} has linear attention"
     if settings.kv_cache_dtype is KvDtype.FP8_E4M3:
         problems.append(f"--kv-cache-dtype is fp8_e4m3; {why}, whose inputs are not kept in 8 bits")
-    if problems:
-        raise SettingsError(tuple(problems))
+    raise_problems(problems)
 
 
 def first_shard(settings: TargetSettings) -> Shard:
@@ -236,13 +235,11 @@ def _check_device(settings: TargetSettings, device: torch.device) -> None:
         "--enable-deterministic-inference": settings.enable_deterministic_inference,
     }
     major, minor = torch.cuda.get_device_capability(device)
-    problems = tuple(
+    raise_problems(
         f"{flag} needs a GPU of compute capability 9.0 or above; {device} has {major}.{minor}"
         for flag, is_set in flags.items()
         if is_set
     )
-    if problems:
-        raise SettingsError(problems)
 
 
 def _warn_of_batch_variant_products(settings: TargetSettings, decoder: Decoder) -> None:

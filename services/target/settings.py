@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.ranks import Ranks
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, read_adaptive_config
-from shared.errors import SettingsError
-from shared.hub import local_path, shown_name
+from shared.errors import SettingsError, raise_problems
+from shared.hub import shown_name, with_local_models
 from shared.model_options import (
     BACKEND_SYNONYMS,
     DTYPE_SYNONYMS,
@@ -266,8 +266,7 @@ class TargetSettings(ServiceSettings):
             problems += error.problems
         problems += device_problems(self.device)
         problems += [*_parallel_problems(self), *self.ranks.problems, *tls_problems(self)]
-        if problems:
-            raise SettingsError(tuple(problems))
+        raise_problems(problems)
 
     @property
     def adaptive(self) -> AdaptiveConfig | None:
@@ -399,11 +398,7 @@ def with_local_model(settings: TargetSettings) -> TargetSettings:
     Raises:
         SettingsError: a model is not on this machine and cannot be downloaded.
     """
-    model = local_path(settings.model_path, flag="--model-path", revision=settings.revision)
-    tokenizer = settings.tokenizer_path
-    if tokenizer is not None:
-        tokenizer = local_path(tokenizer, flag="--tokenizer-path")
-    return replace(settings, model_path=model, tokenizer_path=tokenizer, revision=None)
+    return with_local_models(settings, {"model_path": "revision"})
 
 
 @dataclass(frozen=True, slots=True)
