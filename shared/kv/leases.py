@@ -389,7 +389,7 @@ class KvLeases:
         Raises:
             OutOfPages: no group has enough pages; nothing changed.
         """
-        chunks = self._chunks(token_ids[:-1], salt)
+        chunks = self._chunks(token_ids[:-1], salt) if self._caches_prefixes else []
         matches = [(group, *group.cache.match(chunks)) for group in self._groups]
         matches.sort(
             key=lambda match: match[0].num_available + CACHED_PAGE_WEIGHT * len(match[2]),

@@ -213,12 +213,8 @@ class HeadLanes(RoundLanes):
         """Returns a lane's lease of the head's pages, opened on the longest cached prefix. Rounds
         write the rows of the last tokens, so the prefix ends before these."""
         if lane.head_lease is None:
-            tokens = lane.sequence.token_ids
-            if self.store is None:
-                prefix = tokens[: max(len(tokens) - self.shapes.max_tree_rows, 0)]
-            else:
-                prefix = []
-            salt = lane.sequence.request.cache_salt
+            tokens, salt = lane.sequence.token_ids, lane.sequence.request.cache_salt
+            prefix = tokens[: max(len(tokens) - self.shapes.max_tree_rows, 0)]
             lane.head_lease = self._head_leases.open(prefix, salt)
             lane.num_head_rows = lane.head_lease.num_cached_tokens
         return lane.head_lease
