@@ -23,22 +23,29 @@ FORGET_S = 30.0
 
 @dataclass(slots=True)
 class _Level:
-    """Trials of one level of a tree; older ones weigh less."""
+    """Trials of one level of a tree; older ones weigh less.
+
+    Attributes:
+        prior_trials: number of trials that the prior is worth.
+    """
 
     trials: float = 0.0
     hits: float = 0.0
+    prior_trials: float = FIRST_WEIGHT
 
-    def observe(self, num_trials: int, num_hits: int) -> None:
+    def observe(self, num_trials: int, num_hits: int, *, prior_fades: bool) -> None:
         """Adds the trials of a round, perhaps none."""
         memory = MEMORY
         if not num_trials:
             memory = UNTRIED_MEMORY if self.trials > LEAST_TRIALS else 1.0
         self.trials = memory * self.trials + num_trials
         self.hits = memory * self.hits + num_hits
+        if prior_fades:
+            self.prior_trials *= memory
 
     def rate(self, prior: float) -> float:
         """Returns the share of hits."""
-        return (self.hits + FIRST_WEIGHT * prior) / (self.trials + FIRST_WEIGHT)
+        return (self.hits + self.prior_trials * prior) / (self.trials + self.prior_trials)
 
 
 FIRST_FORESEEN = 0.9
@@ -56,9 +63,14 @@ class Acceptance:
 
     Estimates of levels and breadths that are not in use slowly become uncertain. Uncertain ones are
     estimated with a margin on top, so that they are tried again.
+
+    Args:
+        prior_fades: the prior weighs less with each round, as trials do. A lasting prior promises
+            a few tokens where none is ever accepted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prior_fades: bool = False) -> None:
+        self._prior_fades = prior_fades
         self._levels: dict[_Kind, list[_Level]] = {}
         self._foreseen = {is_greedy: _Level() for is_greedy in (False, True)}
 
@@ -72,7 +84,9 @@ class Acceptance:
             num_unforeseen: rounds without a tree, because none was grown for the verdict before.
         """
         num_foreseen = len(accepted) if shape.is_ahead else 0
-        self._foreseen[is_greedy].observe(num_foreseen + num_unforeseen, num_foreseen)
+        self._foreseen[is_greedy].observe(
+            num_foreseen + num_unforeseen, num_foreseen, prior_fades=False
+        )
         if not accepted:
             return
         tried = self._levels.setdefault((shape.topk, is_greedy), [])
@@ -86,7 +100,7 @@ class Acceptance:
                 if levels is tried and index < depth:
                     num_trials = sum(count >= index for count in accepted)
                     num_hits = sum(count > index for count in accepted)
-                level.observe(num_trials, num_hits)
+                level.observe(num_trials, num_hits, prior_fades=self._prior_fades)
 
     def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.

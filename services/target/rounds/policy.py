@@ -20,7 +20,8 @@ MIN_GAIN = 1.03
 """A choice replaces the current one if its expected throughput is so many times as high."""
 ROUNDS_A_CHOICE = 12
 """Rounds or plain steps between two decisions, unless the number of lanes changes."""
-PROBE_ROUNDS = 4
+PROBE_ROUNDS, PROBE_TREES = 4, 16
+"""Rounds of a probe, and the number of trees that suffice if such rounds were timed before."""
 PROBE_SHARE = 0.02
 """Share of the time that probes of other choices may cost."""
 PROBE_PAUSE_S = 0.25
@@ -57,7 +58,7 @@ class LanePolicy:
         self.probe_s = 0.0
         self._shapes = tuple(shapes)
         self._config = config
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(prior_fades=True)
         self._choice: Choice = shapes[0]
         self._probe: Choice = None
         self._num_probe_steps = 0
@@ -188,12 +189,14 @@ class LanePolicy:
         probe = max(hopes, key=lambda choice: hopes[choice])
         if hopes[probe] < PROBE_WORTH * current:
             return
-        self._probe, self._num_probe_steps = probe, PROBE_ROUNDS
-        num_lanes = num_greedy + num_drawn
+        num_lanes, num_rounds = num_greedy + num_drawn, PROBE_ROUNDS
+        if probe in self._offsets_s.get(_size(num_lanes), {}):
+            num_rounds = min(PROBE_ROUNDS, -(-PROBE_TREES // num_lanes))
+        self._probe, self._num_probe_steps = probe, num_rounds
         seconds = self.costs.seconds(probe, num_lanes) or 0.0
         # The tokens that the probe is expected to lose, as time of the current choice. After plain
         # steps all sequences have to be given lanes, which takes about a round.
-        lost_s = PROBE_ROUNDS * seconds * max(1.0 - rates[probe] / current, 0.0)
+        lost_s = num_rounds * seconds * max(1.0 - rates[probe] / current, 0.0)
         if None in (probe, self._choice):
             shape = self._choice if probe is None else probe
             lost_s += self.costs.seconds(shape, num_lanes) or 0.0

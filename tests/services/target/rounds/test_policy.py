@@ -111,6 +111,29 @@ def test_it_is_never_far_below_plain_steps(num_lanes: int) -> None:
         assert world.num_tokens / (world.now_s - began_s) > 0.95 * plain_rate
 
 
+@pytest.mark.parametrize("num_lanes", [1, 64])
+def test_it_gives_trees_up_when_no_more_of_them_is_accepted(num_lanes: int) -> None:
+    """For good: levels that are not tried promise nothing again."""
+    policy = LanePolicy(SHAPES, _costs())
+    world = World(lambda now_s: 0.85 if now_s < 3.0 else 0.0)
+    world.run(policy, num_lanes, 3.0)
+    began_s = world.now_s
+    world.run(policy, num_lanes, 1.0)
+    for _ in range(4):
+        began_s = world.now_s
+        world.run(policy, num_lanes, 1.0)
+        plain_rate = num_lanes / (PLAIN_MS[num_lanes] / 1e3)
+        assert world.num_tokens / (world.now_s - began_s) > 0.97 * plain_rate
+
+
+def test_wide_trees_come_back_when_the_text_does() -> None:
+    """Chains are accepted first; that they are does not keep wide trees from being probed."""
+    policy = LanePolicy(SHAPES, _costs())
+    world = World(lambda now_s: 0.0 if 3.0 < now_s < 9.0 else 0.85)
+    world.run(policy, 1, 10.5)
+    assert _usual(world.run(policy, 1, 2.0)) == TREE
+
+
 def test_it_comes_back_when_the_text_changes() -> None:
     policy = LanePolicy(SHAPES, _costs())
     world = World(lambda now_s: 0.05 if now_s < 4.0 else 0.85)
