@@ -340,7 +340,7 @@ def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:
 _WARM_UP_TOKENS = 16
 """More tokens than a head has layers, as each layer reads a token further ahead."""
 # Kernels are specialised for prompt lengths and for few or many rows at once.
-_PROMPT_LENGTHS = (_WARM_UP_TOKENS, 17, 40, 300, 700)
+_PROMPT_LENGTHS = (_WARM_UP_TOKENS, 17, 25, 40, 300, 700)
 _GROUP_SIZES = (1, 2, 8, 40)
 # Greedy and sampled trees have different scoring kernels and graphs.
 _SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams())

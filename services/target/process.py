@@ -262,10 +262,10 @@ class TargetProcess:
 _NUM_OUTPUT_TOKENS = 2
 _NUM_LANE_TOKENS = 12
 # Kernels are specialised by length: one row, a few rows, multiples of 16, and other lengths.
-_PROMPT_LENGTHS = (2, 3, 9, 16, 17, 33, 64, 100, 129, 300, 512, 777, 1024)
+_PROMPT_LENGTHS = (2, 3, 9, 16, 17, 25, 33, 64, 100, 129, 300, 512, 777, 1024)
 # Concurrent prompts, and their lengths: matrix products of other sizes use other kernels.
 _GROUP_SIZES = (2, 4, 8, 16, 32, 64)
-_GROUP_LENGTHS = (9, 16, 17, 65)
+_GROUP_LENGTHS = (9, 16, 25, 65)
 # Behind a cached prefix, attention has few rows and many keys.
 _PREFIX_LENGTH = 512
 _SAMPLINGS = (

@@ -21,8 +21,8 @@ from torch import Tensor
 from shared.kernels.kernel_settings import dispatched
 
 # Longer causal runs are prompt chunks. Their keys are not split: they have enough rows to fill the
-# device.
-MAX_PLAIN_ROWS = 16
+# device. A draft's open tokens and its verified chain of 10 have 21 rows.
+MAX_PLAIN_ROWS = 24
 # Rows times query heads of one key head in a block: the tile of one warp's matrix instructions.
 PLAIN_TILE = 16
 CHUNK_TILE = 128

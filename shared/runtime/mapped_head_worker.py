@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
 """If an announced round does not begin within that time, the target has ended."""
 # Prompt lengths and batch sizes of the warm-up, which compiles a kernel for each kind of them.
-_PROMPT_LENGTHS = (1, 2, 9, 16, 17, 40, 100, 300, 512, 700, 2048)
+_PROMPT_LENGTHS = (1, 2, 9, 16, 17, 25, 40, 100, 300, 512, 700, 2048)
 _GROUP_SIZES = (1, 2, 8, 40)
 _WORDS_A_PROGRAM = 1024
 _WORD_BYTES = 8

@@ -14,13 +14,13 @@ _PAGES = [range(1 + 8 * number, 9 + 8 * number) for number in range(4)]
 
 def state_steps() -> Iterator[list[SequenceRows]]:
     """Yields the sequences of each step; successive steps use the same pool."""
-    yield [causal(0, 0, 18), causal(1, 0, 3)]
-    yield [causal(2, 0, 9), causal(0, 18, 1), causal(1, 3, 1)]
-    yield [causal(number, start, 1) for number, start in enumerate((19, 4, 9))]
-    yield [causal(0, 20, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 10, 1)]
+    yield [causal(0, 0, 26), causal(1, 0, 3)]
+    yield [causal(2, 0, 9), causal(0, 26, 1), causal(1, 3, 1)]
+    yield [causal(number, start, 1) for number, start in enumerate((27, 4, 9))]
+    yield [causal(0, 28, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 10, 1)]
     # Two tokens of the chain are kept, and only the root of the tree.
-    yield [causal(0, 22, 1), causal(1, 6, 1), causal(2, 11, 1)]
-    yield [tree(0, 23, [None, 0, 1, 0]), tree(2, 12, [None]), causal(1, 7, 2)]
+    yield [causal(0, 30, 1), causal(1, 6, 1), causal(2, 11, 1)]
+    yield [tree(0, 31, [None, 0, 1, 0]), tree(2, 12, [None]), causal(1, 7, 2)]
     # A sequence that goes back before its stored state starts again from an earlier one.
     yield [causal(0, 12, 1)]
 

@@ -102,6 +102,8 @@ class RoundFactory:
         if not offer.is_pinned:
             shapes = self.config.round_shapes(base, drafts_ahead=offer.num_outcomes > 0)
         trees = capacities(shapes, limits.max_sequences)
+        for tree, most in trees.items():
+            trees[tree] = min(most, self.config.most_lanes(tree, base) or most)
         sized = tuple(
             SizedShape(
                 RoundShape.of(

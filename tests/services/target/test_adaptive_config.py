@@ -127,15 +127,22 @@ def test_a_drafter_made_for_one_step_is_not_asked_for_many() -> None:
     assert max(s.num_steps for s in Candidates().shapes(TreeShape(1, 1, 2))) == 3
 
 
+def test_the_deepest_chain_ahead_is_for_few_sequences() -> None:
+    most = {shape: DEFAULT_CONFIG.most_lanes(shape, chain(3)) for shape in (chain(10), chain(7))}
+    assert most == {chain(10): 4, chain(7): None}
+    asked = AdaptiveConfig({1: Candidates(steps=(3, 10))})
+    assert asked.most_lanes(chain(10), chain(3)) is None
+
+
 def test_rounds_on_the_device_come_in_few_shapes_no_larger_than_the_draft_s_own() -> None:
     tree = TreeShape(5, 4, 16)
     assert DEFAULT_CONFIG.round_shapes(tree) == (tree, chain(5), chain(3), chain(1))
     assert DEFAULT_CONFIG.round_shapes(chain(3)) == (chain(3), chain(2), chain(1))
     assert DEFAULT_CONFIG.round_shapes(chain(1)) == (chain(1),)
     ahead = DEFAULT_CONFIG.round_shapes(chain(3), drafts_ahead=True)
-    assert ahead == (chain(3), chain(7), chain(5), chain(1))
-    ahead = DEFAULT_CONFIG.round_shapes(chain(6), drafts_ahead=True)
-    assert ahead == (chain(6), chain(3), chain(1)), "eight steps are too many"
+    assert ahead == (chain(3), chain(10), chain(7), chain(5), chain(1))
+    ahead = DEFAULT_CONFIG.round_shapes(chain(9), drafts_ahead=True)
+    assert ahead == (chain(9), chain(5), chain(1)), "eleven steps are too many"
     short = TreeShape(6, 1, 3)  # two nodes
     assert DEFAULT_CONFIG.round_shapes(short) == (short, chain(1))
 

@@ -65,7 +65,13 @@ BATCHES: dict[str, Maker] = {
     ],
     "tree levels": lambda rng: [tree(rng, start=90, num_nodes=20, num_cached=12)],
     "largest tree": lambda rng: [tree(rng, start=513, num_nodes=257)],
-    "chunks": lambda rng: [chunk(0, 17), chunk(40, 100), chunk(0, 300), chunk(511, 129)],
+    "chunks": lambda rng: [
+        chunk(0, 17),
+        chunk(0, 25),
+        chunk(40, 100),
+        chunk(0, 300),
+        chunk(511, 129),
+    ],
     "everything": lambda rng: [
         tree(rng, start=70, num_nodes=30),
         chunk(33, 1),

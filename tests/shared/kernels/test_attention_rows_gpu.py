@@ -26,10 +26,10 @@ Maker = Callable[[random.Random], list[SequenceRows]]
 BATCHES: dict[str, Maker] = {
     "plain tokens": lambda rng: [chunk(length, 1) for length in (0, 1, 17, 64, 90)],
     "tree": lambda rng: [tree(rng, start=70, num_nodes=6), chunk(5, 2)],
-    "prompt": lambda rng: [chunk(0, 21)],
+    "prompt": lambda rng: [chunk(0, 29)],
     "prompts beside others": lambda rng: [
         chunk(5, 2),
-        chunk(40, 20),
+        chunk(40, 28),
         tree(rng, start=30, num_nodes=4),
         chunk(0, 30),
         chunk(9, 1),

@@ -106,22 +106,22 @@ def test_a_rank_reads_and_writes_its_own_pages_alone() -> None:
 
 
 def test_rows_of_other_ranks_are_left_out_where_the_host_knows_them() -> None:
-    prompt = SequenceRows.causal(range(20), 5, [*range(8, 15)])
+    prompt = SequenceRows.causal(range(28), 5, [*range(8, 17)])
     sequences = [
         SequenceRows.causal([3], 5, [5, 6]),
         prompt,
-        replace(prompt, pages=[5, 7, 6, *range(1, 5)]),
+        replace(prompt, pages=[5, 7, 6, *range(1, 7)]),
         SequenceRows.causal([4, 5], 1, [3]),
     ]
     batch = build_batch(sequences, page_size=4, device=CPU)
     own = KvPool(LAYOUT, num_pages=4, device=CPU, rank=1, num_ranks=4).own(batch)
     assert own.row_indices is not None
-    assert own.row_indices.tolist() == [0, *range(21, 41)]
-    assert own.batch.positions.tolist() == [5, *range(5, 25)]
-    assert own.batch.query_starts.tolist() == [0, 1, 21]
-    assert (own.batch.max_query_length, own.batch.num_prompt_keys) == (20, 25)
-    whole = own.scatter(own.select(torch.arange(1.0, 44.0).view(43, 1)))
-    assert whole.flatten().tolist() == [1.0, *[0.0] * 20, *range(22, 42), 0.0, 0.0]
+    assert own.row_indices.tolist() == [0, *range(29, 57)]
+    assert own.batch.positions.tolist() == [5, *range(5, 33)]
+    assert own.batch.query_starts.tolist() == [0, 1, 29]
+    assert (own.batch.max_query_length, own.batch.num_prompt_keys) == (28, 33)
+    whole = own.scatter(own.select(torch.arange(1.0, 60.0).view(59, 1)))
+    assert whole.flatten().tolist() == [1.0, *[0.0] * 28, *range(30, 58), 0.0, 0.0]
     # Who has none computes the fewest.
     nobody = KvPool(LAYOUT, num_pages=4, device=CPU, rank=3, num_ranks=4).own(batch)
     assert nobody.row_indices is not None

@@ -61,13 +61,13 @@ PROMPT_LIMITS = replace(LIMITS, max_prompt_rows=200, max_sequences=80)
 
 def prompt_batches() -> list[ForwardBatch]:
     makers = [
-        [chunk(0, 17)],
+        [chunk(0, 25)],
         [chunk(0, 150)],
         # Between them sequences of few rows, which leave fixed memory to the next prompt.
         [chunk(9, 1), chunk(200, 1)],
         [chunk(0, 60), chunk(33, 40), chunk(100, 1), chunk(7, 16)],
         [chunk(300, 200)],
-        [chunk(0, 20), chunk(0, 21), chunk(0, 22), *(chunk(40 + i, 1) for i in range(5))],
+        [chunk(0, 28), chunk(0, 29), chunk(0, 30), *(chunk(40 + i, 1) for i in range(5))],
         [chunk(0, 100), *(chunk(i % 15, 1) for i in range(70))],
     ]
     return [batch_of(sequences, seed) for seed, sequences in enumerate(makers)]
@@ -164,7 +164,7 @@ def test_forwards_outside_the_buckets_run_without_a_graph(
 ) -> None:
     outside = [
         [chunk(0, 60)],
-        [chunk(3, 17)],
+        [chunk(3, 25)],
         [chunk(600, 1)],
         [chunk(i, 1) for i in range(9)],
         [tree(random.Random(0), start=4, num_nodes=45)],
