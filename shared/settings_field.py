@@ -16,22 +16,6 @@ REQUIRED = dataclasses.MISSING
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Declaration:
-    """The arguments of `setting` except the default."""
-
-    help: str
-    flag: str | None
-    aliases: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]
-    synonyms: Mapping[str, str]
-    is_secret: bool
-    is_shared: bool
-    is_model: bool
-
-
 def setting(
     default: Any,
     help: str,  # noqa: A002 - the word argparse uses
@@ -64,33 +48,32 @@ def setting(
         is_shared: `OUTRIDER_<NAME>` sets it for every service.
         is_model: a path that may be a model of the Hugging Face Hub, see `shared.hub`.
     """
-    declaration = _Declaration(
+    field = Field(
+        flag=flag or "",
+        default=default,
         help=help,
-        flag=flag,
-        aliases=tuple(f"--{alias}" for alias in aliases),
         minimum=minimum,
         maximum=maximum,
         choices=tuple(choices),
-        synonyms=synonyms or {},
         is_secret=is_secret,
         is_shared=is_shared,
+        aliases=tuple(f"--{alias}" for alias in aliases),
+        synonyms=synonyms or {},
         is_model=is_model,
     )
-    return dataclasses.field(default=default, metadata={_KEY: declaration})
+    return dataclasses.field(default=default, metadata={_KEY: field})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A declared setting, which parses texts.
+    """A declared setting, which parses texts. `declared_fields` adds what the dataclass says: name,
+    flag, type and the values of an enum.
 
     Attributes:
         kind: type of one value, without `| None` and `tuple`.
     """
 
-    name: str
     flag: str
-    kind: type
-    is_repeated: bool
     default: Any
     help: str
     minimum: float | None
@@ -98,9 +81,12 @@ class Field:
     choices: tuple[str, ...]
     is_secret: bool
     is_shared: bool
-    aliases: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    is_model: bool = False
+    aliases: tuple[str, ...]
+    synonyms: Mapping[str, str]
+    is_model: bool
+    name: str = ""
+    kind: type = str
+    is_repeated: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,24 +188,16 @@ def declared_fields(cls: type) -> tuple[Field, ...]:
 
 
 def _field(field: dataclasses.Field[Any], annotation: Any) -> Field:
-    declaration: _Declaration = field.metadata[_KEY]
+    declared: Field = field.metadata[_KEY]
     kind, is_repeated = _kind(annotation)
     values = tuple(str(member.value) for member in kind) if issubclass(kind, enum.Enum) else ()
-    return Field(
+    return dataclasses.replace(
+        declared,
         name=field.name,
-        flag="--" + (declaration.flag or field.name.replace("_", "-")),
+        flag="--" + (declared.flag or field.name.replace("_", "-")),
         kind=kind,
         is_repeated=is_repeated,
-        default=field.default,
-        help=declaration.help,
-        minimum=declaration.minimum,
-        maximum=declaration.maximum,
-        choices=declaration.choices or values,
-        is_secret=declaration.is_secret,
-        is_shared=declaration.is_shared,
-        aliases=declaration.aliases,
-        synonyms=declaration.synonyms,
-        is_model=declaration.is_model,
+        choices=declared.choices or values,
     )
 
 
