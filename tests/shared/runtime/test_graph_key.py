@@ -83,7 +83,7 @@ def test_prompts_have_graphs_of_their_own_up_to_their_limit() -> None:
 @pytest.mark.parametrize(
     ("sequences", "expected"),
     [
-        ([chunk(0, 17)], (32, 32)),
+        ([chunk(0, 25)], (32, 32)),
         ([chunk(0, 100), chunk(40, 1)], (128, 48)),
         ([chunk(0, 390)], (400, 48)),
     ],
