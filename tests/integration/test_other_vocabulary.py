@@ -33,6 +33,8 @@ CHAIN = (
     *("--speculative-num-draft-tokens", "4"),
 )
 PLAIN = pb.SpeculationParams(disabled=True)
+# The end of an answer cuts its last tree, so answers are long enough for that not to count.
+NUM_TOKENS = 96
 
 
 def _shuffled(num_kept: int = SIZE) -> list[int]:
@@ -68,8 +70,14 @@ def _embedded(folder: Path, draft: Path, *flags: str) -> list[str]:
 
 async def _accepted(target: Target, temperature: float) -> float:
     """Returns the share of drafted tokens that is accepted; outputs are those of plain decoding."""
-    plain = await asyncio.gather(*(target.generate(each, temperature, PLAIN) for each in PROMPTS))
-    answers = await asyncio.gather(*(target.generate(each, temperature) for each in PROMPTS))
+
+    async def answered(
+        params: pb.SpeculationParams | None,
+    ) -> list[tuple[list[int], pb.SpeculationStats]]:
+        asked = (target.generate(each, temperature, params, NUM_TOKENS) for each in PROMPTS)
+        return await asyncio.gather(*asked)
+
+    plain, answers = await answered(PLAIN), await answered(None)
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
     drafted = sum(stats.drafted_token_count for _, stats in answers)
     accepted = sum(stats.accepted_token_count for _, stats in answers)
@@ -142,9 +150,8 @@ async def test_in_a_process_of_its_own(folder: Path, other: Path, rounds: str) -
             async with asyncio.timeout(60):  # the draft says when it is ready for rounds
                 while rounds == "on" and all(each.round_shape is None for each in reports):
                     await target.generate(PROMPTS[0], 0.0)
-            # The end of an answer cuts its last tree, and a busy machine has few trees.
-            assert await _accepted(target, 0.0) > 0.8
-            assert await _accepted(target, 1.0) > 0.8
+            assert await _accepted(target, 0.0) > 0.9
+            assert await _accepted(target, 1.0) > 0.9
 
 
 async def test_ids_that_are_taken_for_the_targets_are_wrong(
