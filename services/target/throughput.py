@@ -26,21 +26,23 @@ class _Level:
     """Trials of one level of a tree; older ones weigh less.
 
     Attributes:
+        prior_fades: see `Acceptance`.
         prior_trials: number of trials that the prior is worth.
     """
 
+    prior_fades: bool = False
     trials: float = 0.0
     hits: float = 0.0
     prior_trials: float = FIRST_WEIGHT
 
-    def observe(self, num_trials: int, num_hits: int, *, prior_fades: bool) -> None:
+    def observe(self, num_trials: int, num_hits: int) -> None:
         """Adds the trials of a round, perhaps none."""
         memory = MEMORY
         if not num_trials:
             memory = UNTRIED_MEMORY if self.trials > LEAST_TRIALS else 1.0
         self.trials = memory * self.trials + num_trials
         self.hits = memory * self.hits + num_hits
-        if prior_fades:
+        if self.prior_fades:
             self.prior_trials *= memory
 
     def rate(self, prior: float) -> float:
@@ -65,8 +67,8 @@ class Acceptance:
     estimated with a margin on top, so that they are tried again.
 
     Args:
-        prior_fades: the prior weighs less with each round, as trials do. A lasting prior promises
-            a few tokens where none is ever accepted.
+        prior_fades: the prior of an acceptance rate loses weight with each round, as trials do.
+            Otherwise some tokens are expected even where none is ever accepted.
     """
 
     def __init__(self, *, prior_fades: bool = False) -> None:
@@ -84,14 +86,12 @@ class Acceptance:
             num_unforeseen: rounds without a tree, because none was grown for the verdict before.
         """
         num_foreseen = len(accepted) if shape.is_ahead else 0
-        self._foreseen[is_greedy].observe(
-            num_foreseen + num_unforeseen, num_foreseen, prior_fades=False
-        )
+        self._foreseen[is_greedy].observe(num_foreseen + num_unforeseen, num_foreseen)
         if not accepted:
             return
         tried = self._levels.setdefault((shape.topk, is_greedy), [])
         depth = min(shape.num_steps, shape.max_node_count)
-        tried.extend(_Level() for _ in range(len(tried), depth))
+        tried.extend(_Level(self._prior_fades) for _ in range(len(tried), depth))
         for (_, kind), levels in self._levels.items():
             if kind is not is_greedy:
                 continue
@@ -100,7 +100,7 @@ class Acceptance:
                 if levels is tried and index < depth:
                     num_trials = sum(count >= index for count in accepted)
                     num_hits = sum(count > index for count in accepted)
-                level.observe(num_trials, num_hits, prior_fades=self._prior_fades)
+                level.observe(num_trials, num_hits)
 
     def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.
