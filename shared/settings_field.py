@@ -20,7 +20,7 @@ def setting(
     default: Any,
     help: str,  # noqa: A002 - the word argparse uses
     *,
-    flag: str | None = None,
+    flag: str = "",
     aliases: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
@@ -49,7 +49,7 @@ def setting(
         is_model: a path that may be a model of the Hugging Face Hub, see `shared.hub`.
     """
     field = Field(
-        flag=flag or "",
+        flag=flag,
         default=default,
         help=help,
         minimum=minimum,
@@ -66,8 +66,8 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A declared setting, which parses texts. `declared_fields` adds what the dataclass says: name,
-    flag, type and the values of an enum.
+    """A declared setting, which parses texts. `setting` leaves the name, the type and a default
+    flag to `declared_fields`.
 
     Attributes:
         kind: type of one value, without `| None` and `tuple`.
