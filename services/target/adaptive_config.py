@@ -24,8 +24,8 @@ DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
 STEPS_AHEAD, MAX_STEPS_AHEAD = (2, 4, 7), 10
 """Where a draft drafts ahead: steps that chains may have beyond its own, and most steps in all."""
 LANES_OF_DEEPEST = 4
-"""Most sequences with the deepest of these chains: verifying them takes no longer than one token
-only while there are few rows."""
+"""Most sequences in rounds of the deepest of these chains. Only a few such chains are verified in
+about the time of a plain step."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("ema_alpha", "update_interval", "warmup_batches"),
@@ -114,8 +114,8 @@ class AdaptiveConfig:
         return (base, *largest_first) if has_base else tuple(largest_first)
 
     def most_lanes(self, shape: TreeShape, base: TreeShape) -> int | None:
-        """Returns the most sequences of rounds with trees of a shape that a draft may grow ahead;
-        None for as many as there are."""
+        """Returns the most sequences in rounds of a shape, for a draft whose own shape is `base`;
+        None if the shape has no such limit."""
         is_deepest = shape == chain(base.num_steps + STEPS_AHEAD[-1])
         is_default = any(candidates.steps is None for candidates in self.by_batch.values())
         return LANES_OF_DEEPEST if is_deepest and is_default else None

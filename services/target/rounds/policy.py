@@ -21,7 +21,7 @@ MIN_GAIN = 1.03
 ROUNDS_A_CHOICE = 12
 """Rounds or plain steps between two decisions, unless the number of lanes changes."""
 PROBE_ROUNDS, PROBE_TREES = 4, 16
-"""Rounds of a probe, and the number of trees that suffice if such rounds were timed before."""
+"""Rounds of a probe, and trees after which it may end earlier if its rounds were timed before."""
 PROBE_SHARE = 0.02
 """Share of the time that probes of other choices may cost."""
 PROBE_PAUSE_S = 0.25
