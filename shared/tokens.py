@@ -289,9 +289,9 @@ class TreeShape:
     """Bounds of a drafted tree. The three numbers mean what they mean in SGLang.
 
     Attributes:
-        num_steps: number of expansions, the depth of the tree; in [1, 32].
+        num_steps: number of expansions, the depth of the tree; in [0, 32].
         topk: children of a node, and nodes kept per level; in [1, 16]. 1 is a chain.
-        num_draft_tokens: rows verified per round, the root included; in [2, 257].
+        num_draft_tokens: rows verified per round, the root included; in [1, 257].
         is_ahead: trees are drafted while the previous trees are verified, for likely verdicts.
     """
 
@@ -301,13 +301,13 @@ class TreeShape:
     is_ahead: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_steps <= 32:
-            raise InvalidArgument.out_of_range("num_steps", self.num_steps, "[1, 32]")
+        if not 0 <= self.num_steps <= 32:
+            raise InvalidArgument.out_of_range("num_steps", self.num_steps, "[0, 32]")
         if not 1 <= self.topk <= 16:
             raise InvalidArgument.out_of_range("topk", self.topk, "[1, 16]")
-        if not 2 <= self.num_draft_tokens <= 257:
+        if not 1 <= self.num_draft_tokens <= 257:
             raise InvalidArgument.out_of_range(
-                "num_draft_tokens", self.num_draft_tokens, "[2, 257]"
+                "num_draft_tokens", self.num_draft_tokens, "[1, 257]"
             )
 
     @property

@@ -143,9 +143,14 @@ def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
 
 def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
     """Raises:
-    InvalidArgument: a number is out of range.
+    InvalidArgument: a number is out of range, or the shape has no room for a node.
     """
-    return TreeShape(message.step_count, message.topk, message.draft_token_count)
+    shape = TreeShape(message.step_count, message.topk, message.draft_token_count)
+    if not shape.num_steps:
+        raise InvalidArgument.out_of_range("num_steps", 0, "[1, 32]")
+    if not shape.max_node_count:
+        raise InvalidArgument.out_of_range("num_draft_tokens", 1, "[2, 257]")
+    return shape
 
 
 def shape_message(shape: TreeShape) -> token_tree_pb2.TreeShape:

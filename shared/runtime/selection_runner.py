@@ -34,13 +34,13 @@ from shared.runtime.round_state import RoundState
 from shared.runtime.tree_model import fastest
 from shared.tokens import TokenTree, TreeShape
 
-_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DEPTHS = (2, 4, 8, 16, 32)
 MAX_TREE_ROWS = _ROWS[-1]
 MAX_TREE_DEPTH = _DEPTHS[-1]
 # Widths of shapes: it only matters whether nodes have siblings.
 _CHAIN, _BRANCHED = 1, 2
-PLAIN_SHAPE = TreeShape(1, _CHAIN, _ROWS[0])
+PLAIN_SHAPE = TreeShape(0, _CHAIN, _ROWS[0])
 """Shape of rounds without any tree."""
 _LARGEST_SHAPE = TreeShape(MAX_TREE_DEPTH, _BRANCHED, MAX_TREE_ROWS)
 
@@ -48,7 +48,7 @@ _LARGEST_SHAPE = TreeShape(MAX_TREE_DEPTH, _BRANCHED, MAX_TREE_ROWS)
 def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
     """Returns the smallest round shape that holds all the trees; None if they are too large for
     every shape."""
-    num_rows, max_depth, topk = 2, 1, _CHAIN
+    num_rows, max_depth, topk = 1, 0, _CHAIN
     for tree in trees:
         num_rows = max(num_rows, len(tree) + 1)
         if not _is_chain(tree):

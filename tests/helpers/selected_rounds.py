@@ -141,12 +141,13 @@ class SelectedRounds:
 
 
 def play(rounds: SelectedRounds, source: random.Random, *, num_tokens: int) -> None:
-    """Runs rounds of random shapes over some of the sequences, some with the next round launched
-    ahead, until a sequence has `num_tokens` more tokens."""
+    """Runs rounds of random shapes over some of the sequences, some without any tree and some with
+    the next round launched ahead, until a sequence has `num_tokens` more tokens."""
     starts = dict(rounds.committed)
     while max(rounds.committed[number] - starts[number] for number in starts) < num_tokens:
+        most = source.choice([0, 7, 7])
         trees = {
-            number: rounds.bushy(number, source.randrange(8), source)
+            number: rounds.bushy(number, source.randint(0, most), source)
             for number in starts
             if source.random() < 0.8
         }
@@ -164,7 +165,7 @@ def play(rounds: SelectedRounds, source: random.Random, *, num_tokens: int) -> N
         prepared = {}
         for number, tree in trees.items():
             count, ending = rounds.after(number, tree)
-            right = rounds.bushy(number, source.randrange(5), source, count)
+            right = rounds.bushy(number, source.randint(0, min(most, 4)), source, count)
             wrong = [
                 PreparedTree(count, EMPTY_TREE, Ending(source.randrange(9), VOCAB_SIZE))
                 for _ in range(source.randrange(MAX_PREPARED))

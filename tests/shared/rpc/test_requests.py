@@ -195,6 +195,21 @@ def test_malformed_tree_is_refused(message: token_tree_pb2.TokenTree) -> None:
     assert caught.value.reason == "TREE_MALFORMED"
 
 
-def test_shape_out_of_range_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="num_steps is 0"):
-        shape_from_message(token_tree_pb2.TreeShape(topk=1, draft_token_count=2))
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (token_tree_pb2.TreeShape(topk=1, draft_token_count=2), r"num_steps is 0.*\[1, 32\]"),
+        (
+            token_tree_pb2.TreeShape(step_count=2, topk=1, draft_token_count=1),
+            r"num_draft_tokens is 1.*\[2, 257\]",
+        ),
+        (
+            token_tree_pb2.TreeShape(step_count=2, topk=17, draft_token_count=3),
+            r"topk is 17.*\[1, 16\]",
+        ),
+    ],
+    ids=["no-steps", "no-nodes", "too-wide"],
+)
+def test_shape_out_of_range_is_refused(message: token_tree_pb2.TreeShape, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        shape_from_message(message)

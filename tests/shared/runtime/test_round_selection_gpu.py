@@ -17,14 +17,20 @@ from shared.runtime.round_selection import (
     RoundSelection,
 )
 from shared.runtime.round_state import ENDED, OPEN, TAIL, RoundSampling, RoundState, SlotSequence
-from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
+from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS, PLAIN_SHAPE
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
 
 NUM_SLOTS, PAGE_SIZE, MAX_LENGTH = 5, 4, 60
-SHAPES = [TreeShape(1, 1, 2), TreeShape(5, 1, 6), TreeShape(4, 2, 12), TreeShape(32, 2, 64)]
+SHAPES = [
+    PLAIN_SHAPE,
+    TreeShape(1, 1, 2),
+    TreeShape(5, 1, 6),
+    TreeShape(4, 2, 12),
+    TreeShape(32, 2, 64),
+]
 
 
 def _tree(source: random.Random, shape: TreeShape) -> TokenTree:

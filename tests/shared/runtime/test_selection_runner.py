@@ -10,7 +10,12 @@ import pytest
 
 from shared.models.decoder import Decoder
 from shared.runtime.round_selection import Ending, PreparedTree
-from shared.runtime.selection_runner import MAX_TREE_ROWS, closest_shape, covering_shape
+from shared.runtime.selection_runner import (
+    MAX_TREE_ROWS,
+    PLAIN_SHAPE,
+    closest_shape,
+    covering_shape,
+)
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.selected_rounds import SAMPLINGS, SelectedRounds, plain_answers, play
@@ -133,7 +138,7 @@ def test_sequences_come_and_go(decoder: Decoder, answers: list[list[int]]) -> No
 
 def test_shapes_cover_their_trees() -> None:
     chain, bushy = TokenTree.chain([1, 2, 3]), TokenTree((1, 2, 3, 4, 5), (None, None, 0, 2, 3))
-    assert covering_shape([EMPTY_TREE]) == TreeShape(1, 1, 2)
+    assert covering_shape([EMPTY_TREE]) == PLAIN_SHAPE == TreeShape(0, 1, 1)
     assert covering_shape([EMPTY_TREE, chain]) == TreeShape(3, 1, 4)
     assert covering_shape([chain, bushy]) == TreeShape(4, 2, 6)
     assert covering_shape([TokenTree((1, 2), (None, None))]) == TreeShape(2, 2, 4)
