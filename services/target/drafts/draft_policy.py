@@ -37,7 +37,8 @@ MOST_COST_S = 0.1
 """A trial that has cost so much ends, and is charged no more: kernels are compiled for a shape that
 is new. A trial of trees ends sooner where a wait in vain costs less."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
-"""Longest duration of a trial. It doubles while drafts do not answer within a trial."""
+"""Longest duration of a trial. It doubles while drafts do not answer within a trial. From the
+second such trial on, so does what a trial is charged."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
 """Shortest and longest time between two trials."""
 PROMISING_GAIN = 1.25
@@ -442,6 +443,7 @@ class DraftPolicy:
             lost_s += elapsed_s  # drafts have to catch up afterwards
         self.trial_s += lost_s
         cost_s = min(max(lost_s, LEAST_COST * elapsed_s), MOST_COST_S) / TRIAL_SHARE
+        cost_s *= max(self._limit_s / (2.0 * FIRST_LIMIT_S), 1.0)
         # The unused budget pays for the trial, or else the time until the next one.
         self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
         pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)

@@ -280,6 +280,28 @@ def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
     assert gaps_s[-1] > 4 * gaps_s[0], "ever rarer"
 
 
+def test_trials_in_which_a_draft_only_reads_prompts_become_rare() -> None:
+    """Each takes the time of many plain steps, and ends before the draft has sent a tree."""
+    policy, now_s = DraftPolicy(BASE), 0.0
+    policy.choice = None
+    began_s, was_trying = list[float](), False
+    while now_s < 100.0:
+        step_s = 20 * PLAIN_S if policy.is_trying else PLAIN_S
+        now_s += step_s
+        for _ in range(16):
+            if policy.is_trying:
+                policy.observe_excused(1)
+            else:
+                policy.observe_round(None, 1, step_s, has_tree=False)
+        policy.turn(16, now_s)
+        if policy.is_trying and not was_trying:
+            began_s.append(now_s)
+        was_trying = policy.is_trying
+    pauses_s = [after - before for before, after in itertools.pairwise(began_s)]
+    assert pauses_s[-1] > 0.9 * LAST_PAUSE_S
+    assert policy.trial_s < TRIAL_SHARE * now_s
+
+
 def test_a_trial_that_costs_too_much_ends_at_once() -> None:
     """Its draft compiles kernels, so that every round waits in vain."""
     world = World(DraftPolicy(BASE), 0.75, _dear)
