@@ -386,8 +386,8 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
-    selection = None  # limits of device rounds with trees that remote drafts push
-    if settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
+    selection, is_cuda = None, built.runner.device.type == "cuda"
+    if settings.has_pushed_rounds(is_cuda=is_cuda):
         max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
         selection = RoundLimits(max_sequences, limits.max_sequence_tokens)
     generator = torch.Generator()
@@ -418,6 +418,7 @@ def build_engine(
         always_up_to=settings.candidate_wait_sequences,
         adaptive=settings.adaptive,
         selection=selection,
+        maps_heads=settings.has_device_rounds(is_cuda=is_cuda),
     )
     engine = Engine(loop, Inbox(INBOX_CAPACITY))
     if followers is not None:

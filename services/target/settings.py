@@ -198,7 +198,8 @@ class TargetSettings(ServiceSettings):
     device_rounds: DeviceRoundsChoice = setting(
         DeviceRoundsChoice.AUTO,
         "run rounds on the device: those of a STANDALONE model or a one-layer head, embedded or on "
-        "another GPU of the host, and those whose trees drafts push; auto: on a GPU",
+        "another GPU of the host, and those whose trees drafts push; auto: on a GPU, and on a CPU "
+        "those with pushed trees",
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,
@@ -298,10 +299,17 @@ class TargetSettings(ServiceSettings):
         return Ranks(self.tp_size, self.pp_size, self.nnodes, self.node_rank, self.dist_init_addr)
 
     def has_device_rounds(self, *, is_cuda: bool) -> bool:
-        """Whether rounds run on the device where they can; on a GPU they are CUDA graphs."""
+        """Whether rounds with a draft's model run on the device where they can; on a GPU they are
+        CUDA graphs."""
         if self.device_rounds is DeviceRoundsChoice.AUTO:
             return is_cuda and not self.disable_cuda_graph
         return self.device_rounds is DeviceRoundsChoice.ON
+
+    def has_pushed_rounds(self, *, is_cuda: bool) -> bool:
+        """Whether rounds with pushed trees run on the device. They pay on a CPU, too; rounds with a
+        draft's model do not, because target and draft share the cores."""
+        is_plain_cpu = self.device_rounds is DeviceRoundsChoice.AUTO and not is_cuda
+        return is_plain_cpu or self.has_device_rounds(is_cuda=is_cuda)
 
     @property
     def admin_port(self) -> int:

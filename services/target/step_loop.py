@@ -50,7 +50,8 @@ class StepLoop:
         overlaps: whether a step may be launched before the step before it is read.
         always_up_to: up to this many sequences, trees are requested even if plain steps are faster.
         adaptive: tree shapes to choose from, if none is pinned; None: remote drafts' own shapes.
-        selection: limits of device rounds with trees that remote drafts push; None: no such rounds.
+        selection: limits of device rounds with remote drafts; None: no such rounds.
+        maps_heads: drafts on this host may take part in them; others push trees.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StepLoop:
         always_up_to: int = ALWAYS,
         adaptive: AdaptiveConfig | None = None,
         selection: RoundLimits | None = None,
+        maps_heads: bool = True,
     ) -> None:
         self.runner, self.leases, self.limits, self.clock = runner, leases, limits, clock
         self._scheduler = scheduler
@@ -81,7 +83,7 @@ class StepLoop:
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             device=runner.device,
-            are_files=selection is not None and runner.device.type == "cpu",
+            are_files=selection is not None and maps_heads and runner.device.type == "cpu",
         )
         self._subscriptions = Subscriptions(limits, scheduler, self.attachments.drafts)
         self.submit = self._subscriptions.submit  # called on the engine thread
@@ -102,7 +104,8 @@ class StepLoop:
             release=scheduler.release,
         )
         factory = RoundFactory(
-            runner, verifier, leases, self._features, selection, adaptive or DEFAULT_CONFIG
+            *(runner, verifier, leases, self._features, selection, adaptive or DEFAULT_CONFIG),
+            maps_heads=maps_heads,
         )
         self._host_gap = HostGap()
         parts = StepParts(

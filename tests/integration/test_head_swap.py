@@ -169,7 +169,7 @@ async def test_swaps_under_load_lose_no_token(
                 (kind, str(number + 1)) for number in range(len(pauses_s))
             ][-64:]
     assert min(pauses_s) > 0.0
-    assert bool(launched_s) == (placement == "embedded")
+    assert launched_s
     if placement == "embedded":
         rounds_s = [later - earlier for earlier, later in itertools.pairwise(launched_s)]
         # Of the shortest and a usual one: a busy machine may hold any up.

@@ -79,6 +79,7 @@ class RoundFactory:
         limits: limits of rounds with mapped heads or pushed trees; None where only rounds with a
             head in this process are possible.
         config: the shapes that rounds with a mapped head may have.
+        maps_heads: there may be rounds with mapped heads.
     """
 
     runner: ModelRunner
@@ -87,13 +88,14 @@ class RoundFactory:
     features: FeatureFeed
     limits: RoundLimits | None
     config: AdaptiveConfig
+    maps_heads: bool
     _mapped: list[MappedRounds] = field(default_factory=list)
 
     def map_head(self, attachment: Attachment) -> None:
         """Begins to open rounds with the head of a draft on this host. The draft reports when it is
         ready, see `DraftExchange.map_head`."""
         offer, limits, base = attachment.mapped_offer, self.limits, attachment.base_shape
-        if offer is None or limits is None or not self._is_coupled:
+        if offer is None or limits is None or not (self.maps_heads and self._is_coupled):
             return
         if base.num_draft_tokens > MAX_TREE_ROWS or base.num_steps > MAX_TREE_DEPTH:
             return
