@@ -1,6 +1,8 @@
 """Triton kernels that synchronize rounds between two GPUs, and read the memory of another GPU.
 
-Addresses are integers, because the memory belongs to another process, or to the host.
+Addresses are integers, because the memory belongs to another process, or to the host. They are
+annotated, because Triton passes an integer as 32 bits where its value allows that, and addresses of
+host memory may be so small.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ def _wait_for(counter, count, limit_us, gone):  # type: ignore[no-untyped-def]
     return seen
 
 
-@triton.jit(do_not_specialize=["go", "done", "late", "forgiven", "count", "limit_us"])
-def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["go", "done", "late", "forgiven", "count", "limit_us"])  # type: ignore[untyped-decorator]
+def exchange(  # type: ignore[no-untyped-def]
+    go: tl.int64, done: tl.int64, late: tl.int64, forgiven, count, limit_us
+):
     """The target's side of a round: raises `go` to the round's number `count`, and waits for
     `done`. If that takes too long, or the head has failed (see `FAILED`), stores the number in
     `late`. Does not wait at all if `late` already holds a round other than `forgiven`: rounds are
@@ -46,23 +50,27 @@ def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-unty
     tl.store(noted, count, mask=(seen < count) | (failed == count))
 
 
-@triton.jit(do_not_specialize=["go", "gone", "count", "limit_us"])
-def await_go(go, gone, current, count, limit_us):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["go", "gone", "count", "limit_us"])  # type: ignore[untyped-decorator]
+def await_go(  # type: ignore[no-untyped-def]
+    go: tl.int64, gone: tl.int64, current, count, limit_us
+):
     """The head's side: waits for `go`, and stores the round's number for `raise_done`."""
     pointer = tl.pointer_type(tl.int32)
     _wait_for(go.to(pointer), count, limit_us, gone.to(pointer))
     tl.store(current, count)
 
 
-@triton.jit(do_not_specialize=["done"])
-def raise_done(done, current):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["done"])  # type: ignore[untyped-decorator]
+def raise_done(done: tl.int64, current):  # type: ignore[no-untyped-def]
     """Raises `done` to the number of the round under way, behind all earlier work."""
     count = tl.load(current)
     tl.atomic_xchg(done.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["source"])  # type: ignore[untyped-decorator]
-def gather_words(source, rows, out, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def gather_words(  # type: ignore[no-untyped-def]
+    source: tl.int64, rows, out, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Copies rows of `NUM_WORDS` int64 each from memory of another process."""
     row = tl.program_id(0)
     first = tl.load(rows + row) * NUM_WORDS

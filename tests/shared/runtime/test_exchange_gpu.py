@@ -42,3 +42,16 @@ def test_rounds_behind_a_late_one_wait_for_nothing() -> None:
     queue(5, 4)
     torch.cuda.synchronize()
     assert int(late) == 4, "it was there"
+
+
+@pytest.mark.gpu
+def test_an_address_may_have_any_value() -> None:
+    """Compiles for addresses below 2 GiB, at which memory of the host may be; runs nothing."""
+    from shared.runtime.exchange_jit import await_go, exchange, gather_words, raise_done
+
+    low, here = 1 << 20, torch.zeros(1, dtype=torch.int32, device="cuda")
+    exchange.warmup(low, low, low, 0, 1, LIMIT_US, grid=(1,), num_warps=1)
+    await_go.warmup(low, low, here, 1, LIMIT_US, grid=(1,), num_warps=1)
+    raise_done.warmup(low, here, grid=(1,), num_warps=1)
+    rows = here.long()
+    gather_words.warmup(low, rows, rows, NUM_WORDS=1, BLOCK=32, grid=(1, 1))
