@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.throughput import FORGET_S, Acceptance, CostTable, compared
@@ -200,8 +201,18 @@ class LanePolicy:
         if None in (probe, self._choice):
             shape = self._choice if probe is None else probe
             lost_s += self.costs.seconds(shape, num_lanes) or 0.0
+        else:
+            lost_s += self._first_round_s(probe, num_lanes)
+            lost_s += self._first_round_s(self._choice, num_lanes)
         self.probe_s += lost_s
         self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
+
+    def _first_round_s(self, choice: Choice, num_lanes: int) -> float:
+        """Returns what the first round of a choice costs beyond the others, at most. It has no
+        trees grown ahead, and waits until the draft is done with those of the shape before."""
+        if choice is None or not choice.is_ahead:
+            return 0.0
+        return self.costs.seconds(replace(choice, is_ahead=False), num_lanes) or 0.0
 
     def _freshness(self, choice: Choice, now_s: float) -> float:
         """Returns the factor of an optimistic estimate; it grows with the time since use."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -24,9 +24,18 @@ ROUND_MS = {
 }
 
 
-def _costs() -> CostTable:
+# With a 1B on another GPU, which grows chains ahead or when the verdicts are known.
+CHAINS = tuple(TreeShape(steps, 1, steps + 1) for steps in (3, 5, 7))
+AHEAD = tuple(replace(chain, is_ahead=True) for chain in CHAINS)
+CHAIN_MS = {
+    **dict(zip(CHAINS, ({1: 8.4, 8: 8.7}, {1: 10.1, 8: 11.2}, {1: 12.0, 8: 13.4}), strict=True)),
+    **dict(zip(AHEAD, ({1: 4.8, 8: 5.1}, {1: 6.1, 8: 7.8}, {1: 8.1, 8: 10.5}), strict=True)),
+}
+
+
+def _costs(round_ms: Mapping[TreeShape, Mapping[int, float]] = ROUND_MS) -> CostTable:
     seconds = {
-        shape: {size: ms / 1e3 for size, ms in times.items()} for shape, times in ROUND_MS.items()
+        shape: {size: ms / 1e3 for size, ms in times.items()} for shape, times in round_ms.items()
     }
     return CostTable({size: ms / 1e3 for size, ms in PLAIN_MS.items()}, seconds)
 
@@ -39,27 +48,35 @@ class World:
         rate: probability that a level is right where the one before was, by time.
         offset_s: what each step takes beyond the table.
         own_s: what rounds of one shape take beyond that, at a number of lanes.
+        costs: of the shapes that may be chosen.
     """
 
     rate: Callable[[float], float]
     offset_s: float = 0.0
     own_s: Callable[[Choice, int], float] = lambda choice, num_lanes: 0.0
+    costs: CostTable = field(default_factory=_costs)
     now_s: float = 0.0
     num_tokens: int = 0
+    last: Choice = None
 
     def run(self, policy: LanePolicy, num_lanes: int, duration_s: float) -> list[Choice]:
         """Steps for so long; returns the choices."""
-        source, costs, choices = random.Random(3), _costs(), []
+        source, costs, choices = random.Random(3), self.costs, []
         end_s = self.now_s + duration_s
         self.num_tokens = 0
         while self.now_s < end_s:
-            choice = policy.choose(num_lanes, 0, SHAPES, self.now_s)
+            choice = policy.choose(num_lanes, 0, tuple(costs.rounds), self.now_s)
             choices.append(choice)
             seconds = (costs.seconds(choice, num_lanes) or 0.0) + self.offset_s
             seconds += self.own_s(choice, num_lanes)
+            if choice is not None and choice.is_ahead and choice != self.last:
+                # No trees are there yet, and the draft still works on those of the last shape.
+                seconds += costs.seconds(replace(choice, is_ahead=False), num_lanes) or 0.0
+            else:
+                policy.observe_time(choice, num_lanes, seconds)
+            self.last = choice
             self.now_s += seconds
             self.num_tokens += num_lanes
-            policy.observe_time(choice, num_lanes, seconds)
             if choice is None:
                 continue
             accepted = [self._accepted(choice, source) for _ in range(num_lanes)]
@@ -131,6 +148,22 @@ def test_wide_trees_come_back_when_the_text_does() -> None:
     world = World(lambda now_s: 0.0 if 3.0 < now_s < 9.0 else 0.85)
     world.run(policy, 1, 10.5)
     assert _usual(world.run(policy, 1, 2.0)) == TREE
+
+
+@pytest.mark.parametrize("num_lanes", [1, 8])
+@pytest.mark.parametrize("rate", [0.93, 0.8])
+def test_probes_cost_little_where_a_change_of_shape_costs_a_round(
+    num_lanes: int, rate: float
+) -> None:
+    costs = _costs(CHAIN_MS)
+    policy, world = LanePolicy(CHAINS + AHEAD, costs), World(lambda now_s: rate, costs=costs)
+    world.run(policy, num_lanes, 2.0)
+    began_s = world.now_s
+    choice = _usual(world.run(policy, num_lanes, 20.0))
+    assert choice in AHEAD
+    num_tokens = sum(rate**level for level in range(choice.num_steps + 1))
+    best_rate = num_lanes * num_tokens / (1e-3 * CHAIN_MS[choice][num_lanes])
+    assert world.num_tokens / (world.now_s - began_s) > 0.97 * best_rate
 
 
 def test_it_comes_back_when_the_text_changes() -> None:
