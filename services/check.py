@@ -18,12 +18,12 @@ from services.target.engine_factory import check_recurrent
 from shared.errors import SettingsError
 from shared.hub import shown_name
 from shared.model_options import Dtype
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named
 from shared.settings import shown_settings
 from shared.settings_field import declared_fields
 
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 _MEMORY_FILE = Path("/proc/meminfo")
 
 
@@ -31,7 +31,7 @@ def check(plan: Plan) -> str:
     """Returns a description of what a plan would start.
 
     Raises:
-        CheckpointError: a model's config.json cannot be served.
+        CheckpointError: a model's config.json cannot be served, or its weights are missing.
         SettingsError: there is no such device, weights are larger than its memory, or a flag does
             not fit the model.
     """
@@ -132,12 +132,8 @@ def _free_bytes(device: torch.device) -> float | None:
     return 1024.0 * float(lines["MemAvailable"].split()[0])
 
 
-def _weight_bytes(folder: Path) -> float:
-    for pattern in _WEIGHT_PATTERNS:
-        files = list(folder.glob(pattern))
-        if files:
-            return float(sum(file.stat().st_size for file in files))
-    return 0.0
+def _weight_bytes(folder: Path) -> int:
+    return Checkpoint.open(folder).size_bytes
 
 
 def _devices(device: torch.device, ranks: Ranks) -> str:

@@ -81,8 +81,7 @@ def _weight_bytes(settings: TargetSettings, draft: DraftSettings) -> int:
     from shared.models.checkpoint import Checkpoint
     from shared.models.config import ModelConfig
 
-    files = set(Checkpoint.open(draft.model_folder).files.values())
-    size_bytes = sum(file.stat().st_size for file in files)
+    size_bytes = Checkpoint.open(draft.model_folder).size_bytes
     if not draft.algorithm.reads_features:
         return size_bytes
     target = ModelConfig.from_folder(draft.target_folder)

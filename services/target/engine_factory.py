@@ -309,8 +309,7 @@ def _pool(
 def _weights_message(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:
     """Returns the error message for weights that do not fit. It gives the size of the files,
     because weights are read as they are stored, before any is rounded to 8 bits."""
-    files = Checkpoint.open(settings.model_path).files
-    size = in_words(sum(path.stat().st_size for path in set(files.values())))
+    size = in_words(Checkpoint.open(settings.model_path).size_bytes)
     return (
         f"the weights of {settings.model_id}, {size} of files, do not fit {device}: {shortage}; "
         f"share them among more GPUs than --tp-size {settings.tp_size} and --pp-size "

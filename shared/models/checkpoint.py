@@ -120,6 +120,11 @@ class Checkpoint:
         names = " nor ".join(f"{stem}.{suffix}" for stem, suffix in files)
         raise CheckpointError(f"{folder} has {'neither' if len(files) > 1 else 'no'} {names}")
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the files that hold the weights."""
+        return sum(file.stat().st_size for file in set(self.files.values()))
+
     @classmethod
     def _of(cls, folder: Path, files: Mapping[str, Path]) -> Checkpoint:
         config, packed, words = folder / CONFIG_FILE, packed_keys(files), word_keys(files)

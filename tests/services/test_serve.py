@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.settings import load_settings
 from shared.tokens import TreeShape
-from tests.helpers.checkpoints import write_byte_tokenizer
+from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.other_vocabularies import renumber_tokenizer
 from tests.helpers.serving import free_ports
 
@@ -455,6 +456,20 @@ def test_check_says_what_a_line_would_start() -> None:
     assert result.returncode == 0, result.stderr
     assert "draft: EAGLE3, eagle3" in result.stdout
     assert "note: --trust-remote-code: no effect" in result.stdout
+
+
+def test_check_counts_the_weights_that_would_be_read(tmp_path: Path) -> None:
+    """Some repositories hold the same weights a second time, in another layout."""
+    folder = write_byte_tokenizer(write_checkpoint(tmp_path / "model", "llama", TinyShape()))
+    line = ("--model", str(folder), "--device", "cpu", "--algorithm", "NGRAM")
+    said = check(_plan(*line))
+    assert "MiB on disk" in said
+    weights = folder / "model.safetensors"
+    shutil.copy(weights, folder / "consolidated.safetensors")
+    assert check(_plan(*line)) == said
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        check(_plan(*line))
 
 
 def test_check_says_over_which_devices_a_target_is_spread() -> None:
