@@ -260,46 +260,44 @@ def test_tree_requests_say_what_is_chosen() -> None:
     assert policy.current is None
 
 
-def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
-    policy, now_s = DraftPolicy(BASE), 0.0
+def _pauses_s(
+    policy: DraftPolicy, num_sequences: int, duration_s: float, *, steps_a_trial_step: int
+) -> list[float]:
+    """Takes plain steps, and trials in which no draft answers; returns the times between the
+    beginnings of trials.
+
+    Args:
+        steps_a_trial_step: how many plain steps a step of a trial takes as long as.
+    """
+    now_s, began_s, was_trying = 0.0, list[float](), False
     policy.choice = None
-    tries, was_trying = list[float](), False
-    while now_s < 30.0:
-        now_s += PLAIN_S
-        if policy.is_trying:
-            policy.observe_excused(1)
-        else:
-            policy.observe_round(None, 1, PLAIN_S, has_tree=False)
-        policy.turn(1, now_s)
+    while now_s < duration_s:
+        now_s += PLAIN_S * (steps_a_trial_step if policy.is_trying else 1)
+        for _ in range(num_sequences):
+            if policy.is_trying:
+                policy.observe_excused(1)
+            else:
+                policy.observe_round(None, 1, PLAIN_S, has_tree=False)
+        policy.turn(num_sequences, now_s)
         if policy.is_trying and not was_trying:
-            tries.append(now_s)
+            began_s.append(now_s)
         was_trying = policy.is_trying
     assert policy.choice is None
-    gaps_s = [after - before for before, after in itertools.pairwise(tries)]
-    assert gaps_s
-    assert gaps_s[-1] > 4 * gaps_s[0], "ever rarer"
+    return [after - before for before, after in itertools.pairwise(began_s)]
+
+
+def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
+    pauses_s = _pauses_s(DraftPolicy(BASE), 1, 30.0, steps_a_trial_step=1)
+    assert pauses_s
+    assert pauses_s[-1] > 4 * pauses_s[0], "ever rarer"
 
 
 def test_trials_in_which_a_draft_only_reads_prompts_become_rare() -> None:
     """Each takes the time of many plain steps, and ends before the draft has sent a tree."""
-    policy, now_s = DraftPolicy(BASE), 0.0
-    policy.choice = None
-    began_s, was_trying = list[float](), False
-    while now_s < 100.0:
-        step_s = 20 * PLAIN_S if policy.is_trying else PLAIN_S
-        now_s += step_s
-        for _ in range(16):
-            if policy.is_trying:
-                policy.observe_excused(1)
-            else:
-                policy.observe_round(None, 1, step_s, has_tree=False)
-        policy.turn(16, now_s)
-        if policy.is_trying and not was_trying:
-            began_s.append(now_s)
-        was_trying = policy.is_trying
-    pauses_s = [after - before for before, after in itertools.pairwise(began_s)]
+    policy = DraftPolicy(BASE)
+    pauses_s = _pauses_s(policy, 16, 100.0, steps_a_trial_step=20)
     assert pauses_s[-1] > 0.9 * LAST_PAUSE_S
-    assert policy.trial_s < TRIAL_SHARE * now_s
+    assert policy.trial_s < TRIAL_SHARE * 100.0
 
 
 def test_a_trial_that_costs_too_much_ends_at_once() -> None:
