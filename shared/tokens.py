@@ -289,7 +289,8 @@ class TreeShape:
     """Bounds of a drafted tree. The three numbers mean what they mean in SGLang.
 
     Attributes:
-        num_steps: number of expansions, the depth of the tree; in [0, 32].
+        num_steps: number of expansions, the depth of the tree; in [0, 32]. Without any, one row
+            is verified: a plain step.
         topk: children of a node, and nodes kept per level; in [1, 16]. 1 is a chain.
         num_draft_tokens: rows verified per round, the root included; in [1, 257].
         is_ahead: trees are drafted while the previous trees are verified, for likely verdicts.

@@ -308,8 +308,8 @@ class TargetSettings(ServiceSettings):
     def has_pushed_rounds(self, *, is_cuda: bool) -> bool:
         """Whether rounds with pushed trees run on the device. They pay on a CPU, too; rounds with a
         draft's model do not, because target and draft share the cores."""
-        is_plain_cpu = self.device_rounds is DeviceRoundsChoice.AUTO and not is_cuda
-        return is_plain_cpu or self.has_device_rounds(is_cuda=is_cuda)
+        is_auto_on_cpu = self.device_rounds is DeviceRoundsChoice.AUTO and not is_cuda
+        return is_auto_on_cpu or self.has_device_rounds(is_cuda=is_cuda)
 
     @property
     def admin_port(self) -> int:
