@@ -232,8 +232,8 @@ class Engine:
         return self._loop.statuses()
 
     def check_idle(self) -> None:
-        """Asserts that no page has leaked, while no sequence runs."""
-        self._loop.check_idle()
+        """Asserts the invariants of all pages, while no sequence runs."""
+        self._loop.check_idle(is_thorough=True)
 
     def _run(self) -> None:
         try:

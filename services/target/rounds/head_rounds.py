@@ -52,6 +52,7 @@ class HeadLanes(RoundLanes):
 
     Attributes:
         shapes: the shapes that rounds may have, and their graphs.
+        head_leases: leases of the head's pages.
     """
 
     def __init__(
@@ -71,9 +72,7 @@ class HeadLanes(RoundLanes):
         self._algorithm = algorithm
         # Keys and values of a language model depend on tokens alone, so later sequences with the
         # same prefix can read them. Those of a head take one layer to compute.
-        self._head_leases = KvLeases.over(
-            source.pages, leases.page_size, prefix_cache=store is None
-        )
+        self.head_leases = KvLeases.over(source.pages, leases.page_size, prefix_cache=store is None)
         self._reads_prompts = reads_prompts
         # Sequences that got their lanes since the last launch.
         self._joined: list[Sequence] = []
@@ -173,16 +172,7 @@ class HeadLanes(RoundLanes):
         super().forget(sequence)
         if lane is not None and lane.head_lease is not None:
             computed = sequence.token_ids[: lane.num_head_rows]
-            self._head_leases.close(lane.head_lease, computed)
-
-    def check_idle(self) -> None:
-        """Asserts that every page of the head is free or cached, while no sequence runs."""
-        assert not self._head_leases.num_held_pages, "pages of the head leaked"
-        self._head_leases.check()
-
-    def retire_head_cache(self) -> None:
-        """Ends the reuse of keys and values that the draft's model has computed so far."""
-        self._head_leases.retire()
+            self.head_leases.close(lane.head_lease, computed)
 
     def _give_up(self, error: RuntimeError) -> None:
         """Takes lanes away after a lack of memory: from the sequences that joined since the last
@@ -202,7 +192,7 @@ class HeadLanes(RoundLanes):
         try:
             if self.holds(sequence) or self._has_features(lane):
                 self._leases.grow(sequence.open_lease, shape.num_kv_tokens(length))
-                self._head_leases.grow(self._head_lease(lane), shape.num_head_kv_tokens(length))
+                self.head_leases.grow(self._head_lease(lane), shape.num_head_kv_tokens(length))
                 return True
         except OutOfPages:
             pass
@@ -215,7 +205,7 @@ class HeadLanes(RoundLanes):
         if lane.head_lease is None:
             tokens, salt = lane.sequence.token_ids, lane.sequence.request.cache_salt
             prefix = tokens[: max(len(tokens) - self.shapes.max_tree_rows, 0)]
-            lane.head_lease = self._head_leases.open(prefix, salt)
+            lane.head_lease = self.head_leases.open(prefix, salt)
             lane.num_head_rows = lane.head_lease.num_cached_tokens
         return lane.head_lease
 
@@ -284,15 +274,10 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes.shapes.head.warmed_up(None if policy is None else policy.costs.seconds)
         self._attachment, self._lanes, self.policy = attachment, lanes, policy
 
-    def check_idle(self) -> None:
-        """See `HeadLanes.check_idle`."""
-        if self._lanes is not None:
-            self._lanes.check_idle()
-
-    def retire_head_cache(self) -> None:
-        """See `HeadLanes.retire_head_cache`."""
-        if self._lanes is not None:
-            self._lanes.retire_head_cache()
+    @property
+    def head_leases(self) -> tuple[KvLeases, ...]:
+        """The leases of the head's pages; none without lanes."""
+        return () if self._lanes is None else (self._lanes.head_leases,)
 
     def renew_policy(self) -> None:
         """Forgets what the policy has observed."""

@@ -10,6 +10,7 @@ import pytest
 
 from services.target.engine import Engine
 from services.target.requests.request import Event
+from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner
@@ -86,3 +87,21 @@ def test_an_engine_is_stopped_with_something_left_to_prepare(engine: Engine) -> 
     runner.may_go_on.release(NUM_LEFT)
     engine.stop()
     assert not engine.has_failed
+
+
+def test_an_idle_engine_does_not_walk_its_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions of them, and the next request would wait for it."""
+    walks: list[KvLeases] = []
+    monkeypatch.setattr(KvLeases, "check", lambda leases: walks.append(leases))
+    runner, listener = _runner(engine), _Listener()
+    engine.start()
+    engine.submit(request([1, 2, 3], SamplingParams(), StopParams(4)), listener, 0)
+    runner.may_go_on.release(NUM_LEFT)
+    assert listener.has_finished.wait(60.0)
+    for _ in range(NUM_LEFT + 1):
+        assert runner.is_asked.acquire(timeout=60.0)
+    assert not walks
+    engine.check_idle()
+    assert walks
