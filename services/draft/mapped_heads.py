@@ -83,7 +83,7 @@ class MappedHeads:
             share.worker.prepare(command)
             if not command.is_last:
                 return
-            share.worker.warm_up(share.pages)
+            share.worker.warm_up()
         except RuntimeError as error:
             self._decline(event.link, str(error))
             return

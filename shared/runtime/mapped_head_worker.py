@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
-from shared.kv.leases import PADDING_PAGE
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.graphs import capturing
 from shared.runtime.mapped_rounds import (
@@ -44,9 +43,6 @@ from shared.runtime.tree_model import RoundModel
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
 """If an announced round does not begin within that time, the target has ended."""
-# Prompt lengths and batch sizes of the warm-up, which compiles a kernel for each kind of them.
-_PROMPT_LENGTHS = (1, 2, 9, 16, 17, 25, 40, 100, 300, 512, 700, 2048)
-_GROUP_SIZES = (1, 2, 8, 40)
 _WORDS_A_PROGRAM = 1024
 _WORD_BYTES = 8
 
@@ -228,30 +224,13 @@ class MappedHeadWorker:
                 for part in rounds.parts(num_slots):
                     self._graph(rounds, num_slots, command.sampling, part)
 
-    def warm_up(self, head_pages: Sequence[int]) -> None:
-        """Computes dummy prompts of many lengths, so that no kernel is compiled later.
-
-        Args:
-            head_pages: free pages, which the prompts overwrite.
-        """
-        if self.stream is None:
-            return
-        with self._on_stream():
-            self._compute_prompts(head_pages)
-        self.stream.synchronize()
-
-    def _compute_prompts(self, head_pages: Sequence[int]) -> None:
-        for size in _GROUP_SIZES:
-            for length in _PROMPT_LENGTHS:
-                num_pages = -(-(length + 1) // self._page_size)
-                if size * num_pages > len(head_pages):
-                    continue
-                groups = [head_pages[k * num_pages : (k + 1) * num_pages] for k in range(size)]
-                pages = [PADDING_PAGE] * num_pages
-                for start in (0, length // 2):
-                    self._catch_up.run(
-                        HeadBacklog([0] * (length + 1), start, length, pages, own) for own in groups
-                    )
+    def warm_up(self) -> None:
+        """Captures the graphs that compute missing rows. Requires that all rounds are prepared,
+        whose memory the graphs share."""
+        if self.stream is not None:
+            with self._on_stream():
+                self._catch_up.capture(self._state, self._graph_memory, self.stream)
+            self.stream.synchronize()
 
     @torch.inference_mode()
     def take(self, command: MappedRound) -> None:

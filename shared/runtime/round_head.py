@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers, uploaded_pairs
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.prompt_graphs import MAX_CHUNK_PROMPTS, MAX_CHUNK_ROWS, Compute, PromptGraphs
 from shared.runtime.round_batches import (
     RoundBatches,
     RoundShape,
@@ -83,9 +85,6 @@ def mended_rows(
     return rows_of_parents(tokens, parents, max_depth)
 
 
-_CHUNK_ROWS = 2048
-
-
 @dataclass(frozen=True, slots=True)
 class HeadBacklog:
     """Rows of one sequence that are missing in the head's cache.
@@ -130,6 +129,16 @@ class CatchUp:
         self._model, self._pool = model, model.pool
         self._features, self._last_states = features, last_states
         self._num_recomputed = 0 if last_states is None else last_states.shape[1]
+        self._compute: Compute = self._forward
+
+    def capture(
+        self, state: RoundState, memory: Any, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Captures CUDA graphs for sequences as long as those of a state; see `PromptGraphs`."""
+        longest = state.page_table.shape[1] * self._pool.page_size
+        graphs = PromptGraphs(self._forward, self._pool, longest, memory, stream)
+        graphs.capture()
+        self._compute = graphs.compute
 
     @torch.inference_mode()
     def run(self, backlogs: Iterable[HeadBacklog]) -> None:
@@ -140,7 +149,7 @@ class CatchUp:
             # A row that reads its own token can be computed a token earlier.
             first, end = max(backlog.start - num_recomputed, 0), backlog.end + 1 - lead
             while first < end:
-                count = min(end - first, _CHUNK_ROWS - len(chunk.slots))
+                count = min(end - first, MAX_CHUNK_ROWS - len(chunk.slots))
                 tokens = backlog.token_ids[first + lead : first + lead + count]
                 chunk.rows.append(SequenceRows.causal(tokens, first, backlog.head_pages))
                 chunk.slots += [
@@ -151,20 +160,18 @@ class CatchUp:
                 if first == end:
                     chunk.ended.append((backlog.slot, len(chunk.slots)))
                 # A sequence's rows read earlier ones from the cache, so never in the same forward.
-                if len(chunk.slots) > _CHUNK_ROWS - 1 - num_recomputed:
-                    self._forward(chunk)
+                is_full = len(chunk.slots) > MAX_CHUNK_ROWS - 1 - num_recomputed
+                if is_full or len(chunk.rows) == MAX_CHUNK_PROMPTS:
+                    self._run(chunk)
                     chunk = _Chunk()
                     first -= num_recomputed * (first < end)
         if chunk.rows:
-            self._forward(chunk)
+            self._run(chunk)
 
-    def _forward(self, chunk: _Chunk) -> None:
+    def _run(self, chunk: _Chunk) -> None:
         device = self._pool.device
         batch = build_batch(chunk.rows, page_size=self._pool.page_size, device=device)
-        features = None
-        if self._features is not None:
-            features = self._features(uploaded_numbers(chunk.slots, device))
-        states = self._model.compute(batch, features)
+        states = self._compute(batch, uploaded_numbers(chunk.slots, device))
         if self._last_states is None or states is None or not chunk.ended:
             return
         slots, ends = uploaded_pairs(chunk.ended, device)
@@ -172,6 +179,10 @@ class CatchUp:
             # Clamped where a text is too short for a layer; nothing reads that output.
             rows = (ends - 1 - layer).clamp_min(0)
             self._last_states[:, layer].index_copy_(0, slots, layer_states.index_select(0, rows))
+
+    def _forward(self, batch: ForwardBatch, slots: Tensor) -> Tensor | None:
+        features = None if self._features is None else self._features(slots)
+        return self._model.compute(batch, features)
 
 
 @dataclass(slots=True)
@@ -213,6 +224,13 @@ class RoundHead:
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """Returns the source of the trees of one shape."""
         raise NotImplementedError
+
+    def capture_prompts(self, memory: Any) -> None:
+        """Captures the CUDA graphs with which this process computes missing rows, if it does.
+
+        Args:
+            memory: `torch.cuda.graph_pool_handle` of the rounds.
+        """
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes missing rows before the trees of the next round grow."""
@@ -332,6 +350,9 @@ class _OwnRounds(RoundHead):
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
         return self._trees[number]
+
+    def capture_prompts(self, memory: Any) -> None:
+        self._catch_up.capture(self.state, memory)
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         self._catch_up.run(backlogs)

@@ -511,6 +511,12 @@ class RoundRunner:
         with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
             self._current.graphs.make(num_sequences, sampling)
 
+    def capture_prompts(self) -> None:
+        """Captures the graphs with which the head computes missing rows, in the memory of all
+        graphs that were captured before."""
+        if self._memory is not None:
+            self._head.capture_prompts(self._memory)
+
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs of a round, for measurements of its parts."""
         return self._current.graphs.of(num_sequences, sampling)
@@ -548,6 +554,7 @@ class RoundRunner:
             torch.OutOfMemoryError: computing these rows does not fit the device's memory; the
                 caller has to remove the sequences.
         """
+        assert self._open is None, "graphs of prompts would overwrite the logits of the open round"
         slots = self._slots.take(new_lanes, self.shape.max_committed)
         computed = [lane for lane in new_lanes if not lane.reads_prompt]
         for lane in new_lanes:

@@ -324,6 +324,7 @@ class RoundShapes:
             )
         if shortages and not self.max_sequences:
             raise shortages[current]
+        self.runner.capture_prompts()
         if self._is_cuda:
             taken_bytes = free_bytes - self._free_bytes()
             logger.info("CUDA graphs of rounds take %s", in_words(taken_bytes))

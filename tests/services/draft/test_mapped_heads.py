@@ -38,8 +38,8 @@ class _Worker:
     def prepare(self, command: PrepareMapped) -> None:
         self.events.append(command)
 
-    def warm_up(self, pages: tuple[int, ...]) -> None:
-        self.events.append(pages)
+    def warm_up(self) -> None:
+        self.events.append("warm-up")
 
     def take(self, command: MappedRound) -> None:
         self.events.append(command)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from shared.runtime.round_head import CatchUp
 from shared.runtime.round_state import RoundSampling
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair
@@ -71,6 +72,25 @@ def test_rounds_equal_those_of_the_host(
         else:
             assert tokens[number] == committed
             assert num_drafted[number] == [len(each.tree) for each in host]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", *LAYERED])
+def test_missing_rows_are_computed_by_graphs(
+    monkeypatch: pytest.MonkeyPatch, pairs: dict[str, Pair], name: str
+) -> None:
+    pair, shape, samplings = pairs[name], CHAINS[0], SAMPLINGS["greedy"]
+    starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE, is_recorded=False)
+    rounds.runner.capture_prompts()
+    monkeypatch.setattr(CatchUp, "_forward", None)
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, samplings[number % len(samplings)])
+    trees = rounds.runner.captured(len(starts), RoundSampling.GREEDY).tree.rows
+    for round_number in range(NUM_ROUNDS):
+        rounds.launch()
+        rounds.runner.result()
+        grown = trees.token_ids[: len(starts), 1:].tolist()
+        assert grown == [list(host[round_number].tree.token_ids) for host in expected]
 
 
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE], ids=str)
