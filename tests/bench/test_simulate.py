@@ -56,7 +56,7 @@ def test_where_a_miss_is_a_plain_step_it_costs_its_tokens_and_no_wait() -> None:
 @pytest.mark.parametrize(
     ("file", "missed"),
     [
-        ("measured_h200.json", ["8B, 1B remote, batch 8"]),
+        ("measured_h200.json", []),
         (
             "measured_h100.json",
             ["8B, EAGLE-3, batch 256", *(f"8B, EAGLE-3 remote, batch {b}" for b in (8, 256))],
