@@ -117,6 +117,22 @@ def test_advice_names_the_share_that_a_default_leaves_beside_a_step(
     assert "lower --mem-fraction-static from 0.5 to 0.4 or less" in advice
 
 
+def test_a_small_model_leaves_memory_for_a_draft_that_attaches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond 16 times what the running requests can use, pages only take memory from others."""
+    decoder = build_runner(_settings(folder)).runner.decoder
+    page_bytes = decoder.kv_layout(16).page_size_bytes
+    monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 1000 * page_bytes)
+    monkeypatch.setattr(engine_factory, "step_memory_bytes", lambda decoder: 0)
+    settings = TargetSettings(model_path=folder, device="cpu", max_running_requests=1)
+    pool, _ = engine_factory._pool(settings, decoder, 16, 0, 0)
+    assert pool.num_pages == 1 + 16
+    settings = replace(settings, mem_fraction_static=0.5)
+    pool, _ = engine_factory._pool(settings, decoder, 16, 0, 0)
+    assert pool.num_pages > 1 + 16
+
+
 def test_features_are_counted_for_the_pages_of_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
