@@ -19,7 +19,7 @@ _BLOCK_SIZE = 40
 EVERY_ROUND_HAS_A_TREE = {
     "OUTRIDER_TARGET_SPECULATIVE_ADAPTIVE": "false",
     "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "60000",
-    "OUTRIDER_TARGET_CANDIDATE_WAIT_ALWAYS": "true",
+    "OUTRIDER_TARGET_CANDIDATE_WAIT_SEQUENCES": "256",
 }
 """Settings of a target that always speculates: on a busy machine plain steps may be faster."""
 

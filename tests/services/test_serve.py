@@ -25,7 +25,7 @@ from shared.settings import load_settings
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.other_vocabularies import renumber_tokenizer
-from tests.helpers.serving import free_ports
+from tests.helpers.serving import EVERY_ROUND_HAS_A_TREE, free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -320,6 +320,11 @@ def test_the_demo_on_a_cpu_shows_trees_unless_told_otherwise() -> None:
     assert chain.drafts[0].settings.shape == TreeShape(3, 1, 4)
     env = {"OUTRIDER_TARGET_CANDIDATE_WAIT_SEQUENCES": "0"}
     assert not _plan(env=env).target.candidate_wait_sequences
+
+
+def test_the_browser_tests_settings_are_settings() -> None:
+    """`make test` starts no browser."""
+    assert _plan(env=EVERY_ROUND_HAS_A_TREE).target.candidate_wait_sequences == 256
 
 
 def test_adaptive_speculation_chooses_the_depth_of_chains_that_have_none() -> None:
