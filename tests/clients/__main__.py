@@ -173,7 +173,15 @@ async def run(flags: argparse.Namespace) -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="test-clients", description=__doc__)
     parser.add_argument("--environments", type=lambda text: Path(text).resolve(), required=True)
-    parser.add_argument("--only", nargs="+", default=(), help="names of clients; all unless given")
+    names = [client.name for client in (*_WITH_DEMO, *_AGENTS)]
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*names, "schemathesis"),
+        metavar="CLIENT",
+        default=(),
+        help="names of clients; all unless given",
+    )
     parser.add_argument(
         "--max-examples", type=int, default=20, help="of schemathesis, an operation"
     )
