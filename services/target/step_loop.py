@@ -11,6 +11,7 @@ of step N are delivered after the launch of step N + 1, while the device compute
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.committer import Committer
@@ -37,6 +38,11 @@ from shared.runtime.host_copy import DeviceMark
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
+
+LONG_PROMPT_TOKENS = 128
+"""The target takes longer to compute such a prompt on a CPU than a draft takes to read it and to
+grow a tree, so drafts are told of it first. A draft that reads a shorter one would only be busy
+when the target needs its first tree."""
 
 
 class StepLoop:
@@ -223,7 +229,7 @@ class StepLoop:
             self.attachments.readiness.update_policies(running, now_s)
         self._rounds.assign(self._subscriptions.start(plan.admitted, now_s), now_s)
         if plan.admitted and not self.runner.computes_aside:
-            self._subscriptions.deliver()  # on a CPU the launch computes the prompt
+            self._announce(plan.admitted)
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
@@ -249,6 +255,13 @@ class StepLoop:
         if not was_busy and not beside_pushed:
             self._host_gap.wait()
         return was_busy
+
+    def _announce(self, admitted: SequenceOf[TargetSequence]) -> None:
+        """Tells clients and drafts of admitted sequences before the launch: on a CPU that computes
+        their prompts."""
+        self._subscriptions.deliver()
+        if max(sequence.num_uncomputed for sequence in admitted) >= LONG_PROMPT_TOKENS:
+            self.drafts.send_early()
 
     def _commit_rounds(self) -> bool:
         """Commits rounds of the lanes with a head; returns whether there were any to read."""

@@ -167,6 +167,7 @@ class DraftExchange:
         self._cache = cache
         self._version = version
         self._factory = factory
+        self._slow: list[Attachment] = []
 
     def attach(self, attachment: Attachment, started: Iterable[Sequence]) -> None:
         """Adds a draft or learner; refuses it where its features cannot be stored.
@@ -286,18 +287,26 @@ class DraftExchange:
         self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
     def send_messages(self) -> None:
-        """Sends each draft one message with all that is new to it."""
+        """Sends each draft one message with all that is new to it, and ends the streams of drafts
+        that do not keep up."""
         lacking = self._features.lacking()
         if lacking:
             with self._pushed.aside():
                 self._features.send(lacking)
+        self.send_early()
+        for attachment in self.attachments.drafts.live:
+            is_broken = attachment.mapped is not None and attachment.mapped.head.is_broken
+            if is_broken or attachment in self._slow:
+                self._drop(attachment)
+        self._slow.clear()
+        self.learners.send_messages()
+
+    def send_early(self) -> None:
+        """Sends what is new to drafts in the middle of a turn, so that they can read the prompts of
+        admitted sequences while the target computes them."""
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
-                self._drop(attachment)
-        for attachment in self.attachments.drafts.live:
-            if attachment.mapped is not None and attachment.mapped.head.is_broken:
-                self._drop(attachment)
-        self.learners.send_messages()
+                self._slow.append(attachment)
 
     def _drop(self, attachment: Attachment) -> None:
         logger.warning("draft %s does not keep up", attachment.identity.worker_id)
