@@ -171,7 +171,6 @@ class MappedHeadWorker:
 
     def _open(self, model: RoundModel, command: OpenMapped) -> None:
         pool, spec, device = model.pool, model.feature_spec, self._device
-        self._page_size = pool.page_size
         self._layout = MappedLayout.of(command.shapes, pool.page_size)
         self._memory = open_memory(command.address, self._layout.size_bytes, device)
         self._features = None if spec is None else MappedFeatures.of(command, spec, device)
