@@ -221,6 +221,7 @@ class StepLoop:
         if not beside_pushed or planned:
             decoding = [sequence for sequence in planned if sequence.num_uncomputed == 1]
             self.attachments.readiness.hold_trees(decoding, now_s)
+        planned_s = self.clock()
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s), self._tree
         )
@@ -236,6 +237,7 @@ class StepLoop:
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._last_planned = self._in_flight.mark
             self._in_flight.host_gap_s = self._host_gap.launched(self.clock())
+        self._rounds.planned(self.clock() - planned_s, is_admitting=bool(plan.admitted))
         has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
         self._subscriptions.deliver()  # events of the turn before, kept until the device computes
         if last is not None:
@@ -317,7 +319,7 @@ class StepLoop:
         """Returns the seconds until the next launch is due, while the device is busy; else 0."""
         if self._in_flight is None:
             return self._rounds.until_launch_s()
-        if not self._num_postponed_rows or self._scheduler.may_admit:
+        if self._rounds.is_under_way or self._pushed.draws or not self._runs_ahead():
             return 0.0
         return self._rounds.until_launch_behind_s(self._in_flight)
 

@@ -347,15 +347,19 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return self._is_late
 
     def until_launch_s(self) -> float:
-        """Returns the seconds until the next round has to be queued behind the one in flight; 0 for
-        now. The prompt of a sequence that arrives before is prefilled before that round."""
+        """Returns the seconds until the next step has to be queued behind the round in flight; 0
+        for now. All requests that arrive before are admitted together."""
         lanes, running = self._lanes, self._scheduler.running
         if lanes is None or not (self._launches_late and self._launched):
             return 0.0
-        if self._scheduler.may_admit or not all(map(lanes.holds, running)):
+        if not all(map(lanes.holds, running)):
             return 0.0
-        began_s = self._times.began_s(self._launched[0].start_s)
-        return self._wait.until_launch_s(self._clock() - began_s)
+        elapsed_s = self._clock() - self._times.began_s(self._launched[0].start_s)
+        return self._wait.until_launch_s(elapsed_s, is_admitting=self._scheduler.may_admit)
+
+    def planned(self, host_s: float, *, is_admitting: bool) -> None:
+        """See `RoundWait.observe_planning`."""
+        self._wait.observe_planning(host_s, is_admitting=is_admitting)
 
     def covers_launch(self, step: LaunchedStep) -> bool:
         """Whether the device takes longer for a planned step than the host for the launch of a
@@ -365,10 +369,14 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return self._wait.until_launch_s(0.0, step.num_rows) > 0.0
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
-        """Returns the seconds until the next round has to be queued behind a planned step; 0 for
-        now. All work before that step has been read."""
+        """Returns the seconds until the next step has to be queued behind a planned step; 0 for
+        now. All work before that step has been read, and all requests that arrive until then are
+        admitted together."""
+        if not self._launches_late:
+            return 0.0
         elapsed_s = self._clock() - self._times.began_s(step.start_s)
-        return self._wait.until_launch_s(elapsed_s, step.num_rows)
+        is_admitting = self._scheduler.may_admit
+        return self._wait.until_launch_s(elapsed_s, step.num_rows, is_admitting=is_admitting)
 
     def planned_read(self, step: LaunchedStep, *, is_awaited: bool) -> None:
         """Notes that a planned step was read, and how long it took.

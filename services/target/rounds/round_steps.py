@@ -37,14 +37,16 @@ class DeviceTime(NamedTuple):
 
 
 class RoundWait:
-    """Remembers the shortest times of recent rounds and planned steps, and the longest time that
-    the host took to launch a round."""
+    """Remembers the shortest times of recent rounds and planned steps, and the longest times that
+    the host took to plan a step and to launch a round."""
 
     def __init__(self) -> None:
         self._round_s = 0.0
         # By the bit length of the number of rows.
         self._planned_s: dict[int, float] = {}
         self._host_s = 0.0
+        # By whether requests were admitted.
+        self._planning_s = {False: 0.0, True: 0.0}
 
     def observe_round(self, took: DeviceTime) -> None:
         """Takes the time of a round."""
@@ -57,19 +59,33 @@ class RoundWait:
 
     def observe_launch(self, host_s: float) -> None:
         """Takes the time that the host needed for a launch."""
-        self._host_s = max(host_s, self._host_s * (1.0 - _DRIFT))
+        self._host_s = _longest_s(host_s, self._host_s)
 
-    def until_launch_s(self, elapsed_s: float, num_rows: int | None = None) -> float:
-        """Returns for how long the launch of the next round can be put off; 0 for not at all.
+    def observe_planning(self, host_s: float, *, is_admitting: bool) -> None:
+        """Takes the time that the host needed to plan and launch a planned step, or to find that
+        none was due.
+
+        Args:
+            is_admitting: requests were admitted.
+        """
+        last_s = self._planning_s[is_admitting]
+        self._planning_s[is_admitting] = _longest_s(host_s, last_s)
+
+    def until_launch_s(
+        self, elapsed_s: float, num_rows: int | None = None, *, is_admitting: bool = False
+    ) -> float:
+        """Returns for how long the next launch can be put off; 0 for not at all.
 
         Args:
             elapsed_s: time since the start of the round or step in front of it, or a little less.
             num_rows: rows of the planned step in front of it; None behind a round.
+            is_admitting: requests will be admitted before it.
         """
         shortest_s = self._round_s
         if num_rows is not None:
             shortest_s = self._planned_s.get(num_rows.bit_length(), 0.0)
-        last_s = _SURE_SHARE * shortest_s - _MARGIN_S - _HOST_SHARE * self._host_s
+        host_s = self._host_s + self._planning_s[is_admitting]
+        last_s = _SURE_SHARE * shortest_s - _MARGIN_S - _HOST_SHARE * host_s
         return max(last_s - elapsed_s, 0.0)
 
     def sleep_s(self, elapsed_s: float) -> float:
@@ -79,6 +95,10 @@ class RoundWait:
             elapsed_s: time since the start of the round in flight, or a little less.
         """
         return max(_SURE_SHARE * self._round_s - elapsed_s, POLL_S)
+
+
+def _longest_s(host_s: float, previous_s: float) -> float:
+    return max(host_s, previous_s * (1.0 - _DRIFT))
 
 
 def _shortest_s(took: DeviceTime, previous_s: float) -> float:
@@ -226,6 +246,11 @@ class RoundSteps(ABC, Generic[L]):
     def _drawing(self) -> L | None:
         """The lanes if they draw in this turn; None if all sequences take part in planned steps."""
         return self._lanes if self._draws else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether there are lanes, and they draw in this turn."""
+        return self._drawing is not None
 
     @property
     def is_under_way(self) -> bool:
