@@ -23,10 +23,10 @@ from shared.tokens import Candidate, TokenTree, TreeShape
 POLL_S = 1e-4
 """Interval of the host's polls for the end of a round, once that is near."""
 _SURE_SHARE = 0.9
-_MARGIN_S = 1e-3
-_HOST_SHARE = 1.5
+_MARGIN_S = 5e-4
+"""Time for a thread of the host to wake up."""
 _DRIFT = 0.02
-"""Share by which a remembered shortest time may rise, or a longest one fall, with each new time."""
+"""Share by which a remembered shortest time may rise with each new time."""
 
 
 class DeviceTime(NamedTuple):
@@ -36,17 +36,36 @@ class DeviceTime(NamedTuple):
     is_exact: bool = True
 
 
+class HostTime:
+    """Estimates a time that most times of the host stay below, from their running mean and mean
+    deviation, like a retransmission timer (RFC 6298)."""
+
+    def __init__(self) -> None:
+        self._mean_s = self._deviation_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Takes one time."""
+        distance_s = seconds - self._mean_s
+        self._mean_s += distance_s / 8
+        self._deviation_s += (abs(distance_s) - self._deviation_s) / 4
+
+    @property
+    def most_s(self) -> float:
+        """The estimate, in seconds."""
+        return self._mean_s + 2.0 * self._deviation_s
+
+
 class RoundWait:
-    """Remembers the shortest times of recent rounds and planned steps, and the longest times that
-    the host took to plan a step and to launch a round."""
+    """Remembers the shortest times of recent rounds and planned steps, and how long the host takes
+    to plan a step and to launch a round."""
 
     def __init__(self) -> None:
         self._round_s = 0.0
         # By the bit length of the number of rows.
         self._planned_s: dict[int, float] = {}
-        self._host_s = 0.0
+        self._launch = HostTime()
         # By whether requests were admitted.
-        self._planning_s = {False: 0.0, True: 0.0}
+        self._planning = {False: HostTime(), True: HostTime()}
 
     def observe_round(self, took: DeviceTime) -> None:
         """Takes the time of a round."""
@@ -58,8 +77,8 @@ class RoundWait:
         self._planned_s[size] = _shortest_s(took, self._planned_s.get(size, 0.0))
 
     def observe_launch(self, host_s: float) -> None:
-        """Takes the time that the host needed for a launch."""
-        self._host_s = _longest_s(host_s, self._host_s)
+        """Takes the time that the host needed for the launch of a round."""
+        self._launch.observe(host_s)
 
     def observe_planning(self, host_s: float, *, is_admitting: bool) -> None:
         """Takes the time that the host needed to plan and launch a planned step, or to find that
@@ -68,8 +87,7 @@ class RoundWait:
         Args:
             is_admitting: requests were admitted.
         """
-        last_s = self._planning_s[is_admitting]
-        self._planning_s[is_admitting] = _longest_s(host_s, last_s)
+        self._planning[is_admitting].observe(host_s)
 
     def until_launch_s(
         self, elapsed_s: float, num_rows: int | None = None, *, is_admitting: bool = False
@@ -84,8 +102,7 @@ class RoundWait:
         shortest_s = self._round_s
         if num_rows is not None:
             shortest_s = self._planned_s.get(num_rows.bit_length(), 0.0)
-        host_s = self._host_s + self._planning_s[is_admitting]
-        last_s = _SURE_SHARE * shortest_s - _MARGIN_S - _HOST_SHARE * host_s
+        last_s = shortest_s - _MARGIN_S - self._launch.most_s - self._planning[is_admitting].most_s
         return max(last_s - elapsed_s, 0.0)
 
     def sleep_s(self, elapsed_s: float) -> float:
@@ -95,10 +112,6 @@ class RoundWait:
             elapsed_s: time since the start of the round in flight, or a little less.
         """
         return max(_SURE_SHARE * self._round_s - elapsed_s, POLL_S)
-
-
-def _longest_s(host_s: float, previous_s: float) -> float:
-    return max(host_s, previous_s * (1.0 - _DRIFT))
 
 
 def _shortest_s(took: DeviceTime, previous_s: float) -> float:
@@ -237,6 +250,14 @@ class RoundSteps(ABC, Generic[L]):
         """
 
     @abstractmethod
+    def _was_launched(self, round_: LaunchedRound, now_s: float) -> None:
+        """Notes that a round is queued, at least up to its draws.
+
+        Args:
+            now_s: the time.
+        """
+
+    @abstractmethod
     def _commit_part(
         self, round_: LaunchedRound, sequence: Sequence, result: SequenceRound
     ) -> Committed:
@@ -321,10 +342,6 @@ class RoundSteps(ABC, Generic[L]):
         if lanes.num_pending == num_before:
             self._launched.pop()  # there was no memory, or no room
         return was_possible
-
-    def _was_launched(self, round_: LaunchedRound, now_s: float) -> None:
-        """Notes that a round is queued, at least up to its draws."""
-        self._wait.observe_launch(now_s - round_.start_s)
 
     def _drain(self, lanes: L) -> None:
         while lanes.num_pending:

@@ -491,7 +491,7 @@ def test_device_waits_for_no_host_while_rounds_and_prompts_follow_each_other(pai
 def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the engine sleeps, unless somebody arrives, who takes part in it."""
+    """Until then the engine sleeps, and those who arrive take part in it together."""
     _compute_aside(monkeypatch)
     launched = _launches(monkeypatch, lambda runner: runner.num_placed)
     now_s = 0.0
@@ -503,17 +503,20 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
         engine.step()
     for _ in range(3):
         before = len(launched)
-        now_s += 0.0079
+        now_s += 0.0094
         assert not engine.step()
         assert len(launched) == before
-        now_s += 0.0021
+        now_s += 0.0006
         assert engine.step()
         assert len(launched) == before + 1
-    engine.submit(request([*PROMPTS[0], 4], stop=StopParams(5)), collector, 1)
-    now_s += 0.001
+    for key in (1, 2):
+        engine.submit(request([*PROMPTS[0], 4 + key], stop=StopParams(5)), collector, key)
+        now_s += 0.001
+        assert not engine.step()
+    now_s += 0.008
     assert engine.step()
-    assert launched[-1] == 2
-    while not collector.has_ended(0) or not collector.has_ended(1):
+    assert launched[-1] == 3
+    while not all(map(collector.has_ended, range(3))):
         now_s += 0.010
         engine.step()
     settle(engine)
@@ -540,16 +543,19 @@ def test_a_round_waits_for_prompts_that_arrive_while_others_are_read(
         engine.step()
     before = len(launched)
     engine.submit(request([*prompts[0]], stop=StopParams(3)), collector, 3)
-    now_s += 0.001
+    now_s += 0.0096
     assert engine.step()
     now_s += 0.001
     assert not engine.step()
     engine.submit(request([*prompts[3]], stop=StopParams(3)), collector, 4)
     now_s += 0.001
+    assert not engine.step()
+    assert len(launched) == before
+    now_s += 0.008
     assert engine.step()
     assert len(collector.token_ids(3)) == 1
     assert len(launched) == before
-    now_s += 0.008
+    now_s += 0.010
     assert engine.step()
     assert len(collector.token_ids(4)) == 1
     assert len(launched) == before + 1
