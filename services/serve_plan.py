@@ -47,9 +47,7 @@ _DEMO_SHAPE = MappingProxyType(
         "--speculative-num-draft-tokens": 8,
     }
 )
-# Fraction of a GPU's free memory for KV cache and features together, and the size of the features
-# of a cache's tokens relative to that cache. The first GPU holds the features of all DP ranks.
-_CACHE_AND_FEATURES_FRACTION, _FEATURES_PER_CACHE = 0.93, 0.19
+_FEATURES_FLAG = "--remote-draft-features"
 _SHARED_GPU_FRACTION = 0.1  # of free memory, for the KV cache of a draft on the target's GPU
 _CPU_OUTCOME_BUDGET = 2
 """For a draft model on a CPU: a second core drafts ahead while the target verifies."""
@@ -381,17 +379,13 @@ class _PlanBuilder:
         words = [*_with_local_models(target, self.line.services[TARGET])]
         if _is_demo(target) and target.served_model_name is None:
             words.append(f"--served-model-name={_DEMO_NAME}")
-        # A GPU target keeps the features of all cached tokens on its GPU for remote heads.
-        has_gpu = self.num_gpus > 0 and target.device != "cpu"
-        keeps_features = has_gpu and any(
-            draft.settings.algorithm.reads_features for draft in drafts
-        )
         if self.placement is Placement.EMBEDDED:
             for draft in drafts:
                 words += ["--draft=embedded", *draft.arguments]
-        elif keeps_features and not self._is_given(words, TARGET, "--mem-fraction-static"):
-            share = _CACHE_AND_FEATURES_FRACTION / (1 + _FEATURES_PER_CACHE * target.dp_size)
-            words.append(f"--mem-fraction-static={share:.2f}")
+        else:
+            num_heads = sum(draft.settings.algorithm.reads_features for draft in drafts)
+            if num_heads and not self._is_given(words, TARGET, _FEATURES_FLAG):
+                words.append(f"{_FEATURES_FLAG}={num_heads}")
         return tuple(words)
 
     def _gateway_words(self) -> list[str]:

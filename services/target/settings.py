@@ -170,6 +170,12 @@ class TargetSettings(ServiceSettings):
         minimum=0.01,
         maximum=1.0,
     )
+    remote_draft_features: int = setting(
+        0,
+        "hidden states a token that remote drafts will read; a KV cache of automatic size leaves "
+        "memory for them",
+        minimum=0,
+    )
     max_total_tokens: int | None = setting(
         None,
         "tokens in the KV cache, of each GPU with --enable-dp-attention; as many as fit when unset",

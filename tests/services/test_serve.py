@@ -541,13 +541,15 @@ def test_a_language_model_on_a_cpu_drafts_ahead_unless_told_otherwise() -> None:
     assert others == (None, None, None)
 
 
-def test_a_target_leaves_memory_for_the_features_of_every_rank() -> None:
-    line = ["--placement", "remote", "--speculative-algorithm", "EAGLE3"]
-    spread = ["--tp", "4", "--dp", "4", "--enable-dp-attention"]
-    for words, share in (([], "0.78"), (["--tp", "4"], "0.78"), (spread, "0.53")):
-        arguments = _plan(*line, *words, gpus=5).target_arguments
-        assert f"--mem-fraction-static={share}" in arguments
-    assert not any("fraction" in word for word in _plan(*line, gpus=0).target_arguments)
+def test_a_target_leaves_memory_for_the_features_of_remote_heads() -> None:
+    def words(*line: str) -> list[str]:
+        arguments = _plan(*line, "--placement", "remote").target_arguments
+        return [word for word in arguments if "features" in word]
+
+    flag = "--remote-draft-features"
+    assert words("--speculative-algorithm", "EAGLE3") == [f"{flag}=1"]
+    assert words("--speculative-algorithm", "STANDALONE") == []
+    assert words("--speculative-algorithm", "EAGLE3", flag, "3") == [f"{flag}=3"]
 
 
 def test_the_launcher_loads_no_web_framework() -> None:

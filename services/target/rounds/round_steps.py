@@ -52,7 +52,7 @@ class HostTime:
     @property
     def most_s(self) -> float:
         """The estimate, in seconds."""
-        return self._mean_s + 2.0 * self._deviation_s
+        return self._mean_s + 4.0 * self._deviation_s
 
 
 class RoundWait:

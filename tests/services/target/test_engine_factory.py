@@ -74,7 +74,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_setting(
         build_runner(settings)
 
 
-def test_a_draft_in_this_process_has_its_features_counted(
+def test_features_of_embedded_and_remote_drafts_are_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a share that holds 20 pages, features of 32 numbers a token take a fifth."""
@@ -82,12 +82,17 @@ def test_a_draft_in_this_process_has_its_features_counted(
     monkeypatch.setattr(engine_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     num_pages = [
-        build_runner(settings, draft=DraftNeeds(layers)).runner.pool.num_pages
-        for layers in ((), (1,))
+        build_runner(own, draft=DraftNeeds(layers)).runner.pool.num_pages
+        for own, layers in (
+            (settings, ()),
+            (settings, (1,)),
+            (replace(settings, remote_draft_features=2), ()),
+        )
     ]
     feature_bytes = settings.page_size * 32 * 4
-    assert num_pages == [20, 20 * page_bytes // (page_bytes + feature_bytes)]
-    assert num_pages[1] < num_pages[0]
+    expected = [20 * page_bytes // (page_bytes + count * feature_bytes) for count in range(3)]
+    assert num_pages == expected
+    assert len(set(num_pages)) == 3
 
 
 def test_the_cache_leaves_room_for_the_weights_of_a_draft(
