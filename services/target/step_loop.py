@@ -319,7 +319,7 @@ class StepLoop:
         """Returns the seconds until the next launch is due, while the device is busy; else 0."""
         if self._in_flight is None:
             return self._rounds.until_launch_s()
-        if self._rounds.is_under_way or self._pushed.draws or not self._runs_ahead():
+        if not self._num_postponed_rows:
             return 0.0
         return self._rounds.until_launch_behind_s(self._in_flight)
 

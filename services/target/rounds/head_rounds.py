@@ -370,11 +370,9 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return self._wait.until_launch_s(0.0, step.num_rows) > 0.0
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
-        """Returns the seconds until the next step has to be queued behind a planned step; 0 for
-        now. All work before that step has been read, and all requests that arrive until then are
-        admitted together."""
-        if not self._launches_late:
-            return 0.0
+        """Returns the seconds until the next step or round has to be queued behind a planned step;
+        0 for now. All work before that step has been read, and all requests that arrive until then
+        are admitted together."""
         elapsed_s = self._clock() - self._times.began_s(step.start_s)
         is_admitting = self._scheduler.may_admit
         return self._wait.until_launch_s(elapsed_s, step.num_rows, is_admitting=is_admitting)

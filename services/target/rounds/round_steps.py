@@ -38,7 +38,8 @@ class DeviceTime(NamedTuple):
 
 class HostTime:
     """Estimates a time that most times of the host stay below, from their running mean and mean
-    deviation, like a retransmission timer (RFC 6298)."""
+    deviation, like a retransmission timer (RFC 6298). With that timer's four deviations, launches
+    would be as early as the host is rarely slow."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0
@@ -52,7 +53,7 @@ class HostTime:
     @property
     def most_s(self) -> float:
         """The estimate, in seconds."""
-        return self._mean_s + 4.0 * self._deviation_s
+        return self._mean_s + 2.0 * self._deviation_s
 
 
 class RoundWait:
@@ -267,11 +268,6 @@ class RoundSteps(ABC, Generic[L]):
     def _drawing(self) -> L | None:
         """The lanes if they draw in this turn; None if all sequences take part in planned steps."""
         return self._lanes if self._draws else None
-
-    @property
-    def draws(self) -> bool:
-        """Whether there are lanes, and they draw in this turn."""
-        return self._drawing is not None
 
     @property
     def is_under_way(self) -> bool:

@@ -70,7 +70,7 @@ def test_most_times_of_the_host_are_below_the_estimate() -> None:
     for seconds in times:
         num_below += seconds <= host.most_s
         host.observe(float(seconds))
-    assert 0.95 < num_below / len(times) < 1.0
+    assert 0.85 < num_below / len(times) < 0.98
 
 
 def test_a_round_behind_a_planned_step_waits_for_that() -> None:
