@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
 MAX_PROMPT_ROWS = 2048
 """Above, the device takes longer for the arithmetic than the host for the launches."""
-_PROMPT_SEQUENCES = 64
+MAX_PROMPT_SEQUENCES = 64
+"""Most sequences of a forward with many prompt rows."""
 _MANY_SEQUENCES_ROWS = 1280
 """Rows up to which a forward with prompts may have more sequences than that: attention holds
 partial results for each decoding sequence."""
@@ -277,7 +278,7 @@ def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tu
 def prompt_sequence_buckets(num_rows: int, max_sequences: int) -> tuple[int, ...]:
     """Returns `sequence_buckets` of forwards with prompts."""
     most = min(num_rows, max_sequences)
-    few = min(most, _PROMPT_SEQUENCES)
+    few = min(most, MAX_PROMPT_SEQUENCES)
     return (few, most) if few < most and num_rows <= _MANY_SEQUENCES_ROWS else (few,)
 
 

@@ -192,6 +192,8 @@ UNKNOWN_ROUND_S = 0.03
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
 """Extra wait if the head computes prompt rows first, and for each of these rows."""
 WARM_UP_WAIT_US = 2_000_000
+_ANNOUNCE_S = 3e-3
+"""Within that time a message by gRPC mostly reaches the head's process, which queues its part."""
 _LONGEST_US = 2**31 - 1
 
 
@@ -220,6 +222,8 @@ class MappedHead(HeadPlace):
         features: address of these features; None for a model that reads none.
         target_vocab_size: the target's vocabulary size; trees may hold only tokens below it.
     """
+
+    announce_s = _ANNOUNCE_S
 
     def __init__(
         self,

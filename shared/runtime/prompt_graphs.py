@@ -12,6 +12,8 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.runtime.graphs import (
+    MAX_PROMPT_ROWS,
+    MAX_PROMPT_SEQUENCES,
     GraphInputs,
     GraphKey,
     GraphLimits,
@@ -21,9 +23,6 @@ from shared.runtime.graphs import (
     unowned_view,
 )
 from shared.runtime.memory import CacheSize
-
-MAX_CHUNK_ROWS, MAX_CHUNK_PROMPTS = 2048, 64
-"""Most rows of a forward over prompts, and most prompts."""
 
 Compute = Callable[[ForwardBatch, Tensor], Tensor | None]
 """Computes a batch, given the slots `[R]` int64 of its rows in the target's pool. Returns the
@@ -60,13 +59,13 @@ class PromptGraphs:
         self._compute, self._memory, self._stream = compute, memory, stream
         self._limits = GraphLimits(
             max_rows=0,
-            max_sequences=MAX_CHUNK_PROMPTS,
+            max_sequences=MAX_PROMPT_SEQUENCES,
             max_tail_width=0,
             max_context_tokens=max_context_tokens,
-            max_prompt_rows=MAX_CHUNK_ROWS,
+            max_prompt_rows=MAX_PROMPT_ROWS,
         )
         self._inputs = GraphInputs(self._limits, pool.layout, pool.device)
-        self._slots = torch.zeros(MAX_CHUNK_ROWS, dtype=torch.int64, device=pool.device)
+        self._slots = torch.zeros(MAX_PROMPT_ROWS, dtype=torch.int64, device=pool.device)
         self._sizes = prompt_row_buckets(self._limits)
         self._graphs = GraphStore(
             self._capture, is_shared=False, advise=CacheSize(pool.storage.nbytes).advice

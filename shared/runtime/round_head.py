@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers, uploaded_pairs
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.prompt_graphs import MAX_CHUNK_PROMPTS, MAX_CHUNK_ROWS, Compute, PromptGraphs
+from shared.runtime.graphs import MAX_PROMPT_ROWS, MAX_PROMPT_SEQUENCES
+from shared.runtime.prompt_graphs import Compute, PromptGraphs
 from shared.runtime.round_batches import (
     RoundBatches,
     RoundShape,
@@ -149,7 +150,7 @@ class CatchUp:
             # A row that reads its own token can be computed a token earlier.
             first, end = max(backlog.start - num_recomputed, 0), backlog.end + 1 - lead
             while first < end:
-                count = min(end - first, MAX_CHUNK_ROWS - len(chunk.slots))
+                count = min(end - first, MAX_PROMPT_ROWS - len(chunk.slots))
                 tokens = backlog.token_ids[first + lead : first + lead + count]
                 chunk.rows.append(SequenceRows.causal(tokens, first, backlog.head_pages))
                 chunk.slots += [
@@ -160,8 +161,8 @@ class CatchUp:
                 if first == end:
                     chunk.ended.append((backlog.slot, len(chunk.slots)))
                 # A sequence's rows read earlier ones from the cache, so never in the same forward.
-                is_full = len(chunk.slots) > MAX_CHUNK_ROWS - 1 - num_recomputed
-                if is_full or len(chunk.rows) == MAX_CHUNK_PROMPTS:
+                is_full = len(chunk.slots) > MAX_PROMPT_ROWS - 1 - num_recomputed
+                if is_full or len(chunk.rows) == MAX_PROMPT_SEQUENCES:
                     self._run(chunk)
                     chunk = _Chunk()
                     first -= num_recomputed * (first < end)
@@ -289,6 +290,8 @@ class HeadPlace(TreePlace):
     one. The defaults suit this process, where no tree is late and nothing is to be closed."""
 
     __slots__ = ()
+    announce_s: ClassVar[float] = 0.0
+    """Time by which a round has to be launched earlier, so that the head hears of it in time."""
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """Ends the warm-up, in which rounds of all shapes have run.

@@ -355,8 +355,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
             return 0.0
         if not all(map(lanes.holds, running)):
             return 0.0
-        elapsed_s = self._clock() - self._times.began_s(self._launched[0].start_s)
-        return self._wait.until_launch_s(elapsed_s, is_admitting=self._scheduler.may_admit)
+        return self._until_launch_s(lanes, self._launched[0].start_s)
 
     def planned(self, host_s: float, *, is_admitting: bool) -> None:
         """See `RoundWait.observe_planning`."""
@@ -365,17 +364,29 @@ class HeadSteps(RoundSteps[HeadLanes]):
     def covers_launch(self, step: LaunchedStep) -> bool:
         """Whether the device takes longer for a planned step than the host for the launch of a
         round behind it."""
-        if self._drawing is None or not self._launches_late:
+        lanes = self._drawing
+        if lanes is None or not self._launches_late:
             return False
-        return self._wait.until_launch_s(0.0, step.num_rows) > 0.0
+        return self._wait.until_launch_s(lanes.shapes.head.announce_s, step.num_rows) > 0.0
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
         """Returns the seconds until the next step or round has to be queued behind a planned step;
         0 for now. All work before that step has been read, and all requests that arrive until then
         are admitted together."""
-        elapsed_s = self._clock() - self._times.began_s(step.start_s)
+        lanes = self._lanes
+        return 0.0 if lanes is None else self._until_launch_s(lanes, step.start_s, step.num_rows)
+
+    def _until_launch_s(
+        self, lanes: HeadLanes, start_s: float, num_rows: int | None = None
+    ) -> float:
+        """See `RoundWait.until_launch_s`.
+
+        Args:
+            start_s: when the round or step in front was launched.
+        """
+        elapsed_s = self._clock() - self._times.began_s(start_s) + lanes.shapes.head.announce_s
         is_admitting = self._scheduler.may_admit
-        return self._wait.until_launch_s(elapsed_s, step.num_rows, is_admitting=is_admitting)
+        return self._wait.until_launch_s(elapsed_s, num_rows, is_admitting=is_admitting)
 
     def planned_read(self, step: LaunchedStep, *, is_awaited: bool) -> None:
         """Notes that a planned step was read, and how long it took.

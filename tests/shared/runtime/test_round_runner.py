@@ -188,7 +188,7 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their heads catch up in common forwards, which may end inside of a sequence."""
-    monkeypatch.setattr(round_head, "MAX_CHUNK_ROWS", num_chunk_rows)
+    monkeypatch.setattr(round_head, "MAX_PROMPT_ROWS", num_chunk_rows)
     pair, samplings = pairs[name], SAMPLINGS["mixed"]
     starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE)

@@ -18,7 +18,7 @@ def test_parts_of_a_stream_are_between_their_launch_and_their_end() -> None:
     times = StreamTimes(torch.device("cuda:0"), lambda *span: heard.append(span))
     with torch.cuda.stream(torch.cuda.Stream()):
         begun_s = time.monotonic()
-        for name, factor in (("short", 1), ("long", 8)):
+        for name, factor in (("short", 1), ("long", 32)):
             with times.span(name):
                 torch.cuda._sleep(CYCLES * factor)
         assert not heard
@@ -29,5 +29,5 @@ def test_parts_of_a_stream_are_between_their_launch_and_their_end() -> None:
     (_, start_s, middle_s), (name, later_s, end_s) = heard
     assert name == "long"
     assert begun_s - 1e-4 <= start_s < middle_s <= later_s < end_s <= ended_s + 1e-4
-    # The clock that counts cycles may rise meanwhile.
+    # The clock that counts cycles may rise meanwhile, and other processes may take turns.
     assert end_s - later_s > 2.0 * (middle_s - start_s)

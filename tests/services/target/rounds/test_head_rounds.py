@@ -21,7 +21,7 @@ from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.grammar import GrammarKind
 from shared.runtime.host_copy import DeviceMark, HostCopy
-from shared.runtime.round_head import CatchUp, HeadBacklog
+from shared.runtime.round_head import CatchUp, HeadBacklog, OwnHead
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
@@ -517,6 +517,32 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     assert engine.step()
     assert launched[-1] == 3
     while not all(map(collector.has_ended, range(3))):
+        now_s += 0.010
+        engine.step()
+    settle(engine)
+
+
+def test_a_round_is_launched_earlier_if_its_head_has_to_hear_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compute_aside(monkeypatch)
+    monkeypatch.setattr(OwnHead, "announce_s", 0.003)
+    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
+    now_s = 0.0
+    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
+    engine = setup.engine
+    engine.submit(request([*PROMPTS[0]], stop=StopParams(60)), collector, 0)
+    while len(launched) < 4:
+        now_s += 0.010
+        engine.step()
+    before = len(launched)
+    now_s += 0.0064
+    assert not engine.step()
+    assert len(launched) == before
+    now_s += 0.0002
+    assert engine.step()
+    assert len(launched) == before + 1
+    while not collector.has_ended(0):
         now_s += 0.010
         engine.step()
     settle(engine)
