@@ -38,8 +38,8 @@ class DeviceTime(NamedTuple):
 
 class HostTime:
     """Estimates a time that most times of the host stay below, from their running mean and mean
-    deviation, like a retransmission timer (RFC 6298). With that timer's four deviations, launches
-    would be as early as the host is rarely slow."""
+    deviation, like a retransmission timer (RFC 6298). That timer adds four deviations; this one
+    adds two, so that a few slow launches do not make all others early."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0
