@@ -263,6 +263,8 @@ class TreePlace:
 
     __slots__ = ()
     code: Callable[..., RoundVerification] | None
+    announce_s: ClassVar[float] = 0.0
+    """Time by which a round has to be launched earlier, so that the source hears of it in time."""
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
         """Returns the sizes of rounds with trees of a shape."""
@@ -290,8 +292,6 @@ class HeadPlace(TreePlace):
     one. The defaults suit this process, where no tree is late and nothing is to be closed."""
 
     __slots__ = ()
-    announce_s: ClassVar[float] = 0.0
-    """Time by which a round has to be launched earlier, so that the head hears of it in time."""
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """Ends the warm-up, in which rounds of all shapes have run.

@@ -59,6 +59,9 @@ from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
 from shared.runtime.tree_model import fastest
 from shared.tokens import SamplingParams, TreeShape
 
+_RANKS_S = 1e-3
+"""Within that time the decoder's other ranks mostly hear of a round, and queue it."""
+
 # The host's map from sequences to slots of the round state.
 
 
@@ -495,6 +498,12 @@ class RoundRunner:
     def is_late(self) -> bool:
         """See `RoundHead.is_late`."""
         return self._head.is_late
+
+    @property
+    def announce_s(self) -> float:
+        """Time by which a round has to be launched earlier, so that other processes that take part
+        hear of it in time."""
+        return max(self._place.announce_s, 0.0 if self._leader is None else _RANKS_S)
 
     @property
     def is_done(self) -> bool:

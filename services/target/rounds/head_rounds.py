@@ -367,7 +367,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes = self._drawing
         if lanes is None or not self._launches_late:
             return False
-        return self._wait.until_launch_s(lanes.shapes.head.announce_s, step.num_rows) > 0.0
+        return self._wait.until_launch_s(lanes.runner.announce_s, step.num_rows) > 0.0
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
         """Returns the seconds until the next step or round has to be queued behind a planned step;
@@ -384,7 +384,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         Args:
             start_s: when the round or step in front was launched.
         """
-        elapsed_s = self._clock() - self._times.began_s(start_s) + lanes.shapes.head.announce_s
+        elapsed_s = self._clock() - self._times.began_s(start_s) + lanes.runner.announce_s
         is_admitting = self._scheduler.may_admit
         return self._wait.until_launch_s(elapsed_s, num_rows, is_admitting=is_admitting)
 

@@ -7,7 +7,7 @@ computed, or moved, in another way would show in the output.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,7 @@ from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
 from shared.runtime.lockstep import QueueRound
 from shared.runtime.round_graphs import RoundGraphs
+from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.cut_lanes import OTHER_TREES, TREE, TWO, CutTarget, cut_target
 from tests.helpers.engines import (
@@ -86,6 +87,22 @@ def test_output_is_that_of_plain_decoding(cut: CutTarget, name: str) -> None:
     assert (num_read > 0) is (name not in ("penalised", "masked"))
     # Some tokens come before all have a lane, but none by trees that the host leads.
     assert sum(report.num_drafted for report in reports if report.round_shape is None) == 0
+
+
+def test_rounds_are_launched_early_enough_for_all_ranks(
+    cut: CutTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leads_s: list[float] = []
+    launch = RoundRunner.launch
+
+    def launch_noted(runner: RoundRunner, masked: Iterable[int]) -> None:
+        leads_s.append(runner.announce_s)
+        launch(runner, masked)
+
+    monkeypatch.setattr(RoundRunner, "launch", launch_noted)
+    run(cut.drafted(lambda report: None), [request([1, 2, 3], stop=StopParams(4))])
+    assert leads_s
+    assert min(leads_s) > 0.0
 
 
 def _random_request(source: random.Random) -> GenerationRequest:
