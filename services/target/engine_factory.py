@@ -160,8 +160,9 @@ def build_runner(
         share = int(_MAX_ROUND_SHARE * free_memory_bytes(device))
         reserved_bytes += min(round_memory_bytes(config), share)
     with start_phase("kv-pool") as phase:
-        # For an embedded draft the target keeps a hidden state for each token.
-        num_states = max(int(bool(feature_layers)), settings.remote_draft_features)
+        # The target keeps a hidden state of each token for an embedded draft, and others for remote
+        # ones.
+        num_states = int(bool(feature_layers)) + settings.remote_draft_features
         feature_bytes = num_states * config.hidden_size * dtype.itemsize
         pool, cache = _pool(settings, decoder, max_context, reserved_bytes, feature_bytes)
         phase.size_bytes = pool.storage.nbytes

@@ -172,8 +172,7 @@ class TargetSettings(ServiceSettings):
     )
     remote_draft_features: int = setting(
         0,
-        "hidden states a token that remote drafts will read; a KV cache of automatic size leaves "
-        "memory for them",
+        "hidden states of each token that remote drafts will read; part of the KV cache's share",
         minimum=0,
     )
     max_total_tokens: int | None = setting(

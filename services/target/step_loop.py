@@ -221,7 +221,7 @@ class StepLoop:
         if not beside_pushed or planned:
             decoding = [sequence for sequence in planned if sequence.num_uncomputed == 1]
             self.attachments.readiness.hold_trees(decoding, now_s)
-        planned_s = self.clock()
+        began_s = self.clock()
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s), self._tree
         )
@@ -237,7 +237,7 @@ class StepLoop:
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._last_planned = self._in_flight.mark
             self._in_flight.host_gap_s = self._host_gap.launched(self.clock())
-        self._rounds.planned(self.clock() - planned_s, is_admitting=bool(plan.admitted))
+        self._rounds.planned(self.clock() - began_s, is_admitting=bool(plan.admitted))
         has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
         self._subscriptions.deliver()  # events of the turn before, kept until the device computes
         if last is not None:

@@ -192,8 +192,6 @@ UNKNOWN_ROUND_S = 0.03
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
 """Extra wait if the head computes prompt rows first, and for each of these rows."""
 WARM_UP_WAIT_US = 2_000_000
-_ANNOUNCE_S = 3e-3
-"""Within that time a message by gRPC mostly reaches the head's process, which queues its part."""
 _LONGEST_US = 2**31 - 1
 
 
@@ -223,7 +221,9 @@ class MappedHead(HeadPlace):
         target_vocab_size: the target's vocabulary size; trees may hold only tokens below it.
     """
 
-    announce_s = _ANNOUNCE_S
+    announce_s = 3e-3
+    """Within that time a message by gRPC mostly reaches the head's process, which queues its part.
+    """
 
     def __init__(
         self,

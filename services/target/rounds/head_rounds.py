@@ -260,7 +260,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._is_late = False
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
         self._plain_read_s = -math.inf  # when the last plain step was read
-        self._begun_s = 0.0  # when the host began with the last launch
+        self._began_s = 0.0  # when the host began with the last launch
 
     def open(self, attachment: Attachment) -> None:
         """Makes lanes with the head of a draft, if the draft shares it.
@@ -453,21 +453,21 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes = self._drawing
         if lanes is None:
             return False
-        self._begun_s = self._clock()
+        self._began_s = self._clock()
         has_joining = self._join(lanes)
         if not lanes.runner.num_placed or self._all_end(lanes):
             return has_joining  # refused sequences take plain steps from the next turn on
         is_alone = is_alone and not lanes.has_joined
         if not self._launch(lanes, self._round(lanes, is_alone=is_alone)):
             self._drain(lanes)
-            self._begun_s = self._clock()
+            self._began_s = self._clock()
             self._launch(lanes, self._round(lanes, is_alone=is_alone))
         if self.is_under_way:
             self._last_shape = lanes.shapes.shape
         return True
 
     def _was_launched(self, round_: LaunchedRound, now_s: float) -> None:
-        self._wait.observe_launch(now_s - self._begun_s)
+        self._wait.observe_launch(now_s - self._began_s)
 
     def commit(self, *, drains: bool = False) -> bool:
         """Reads and commits rounds; returns whether there were any to read.

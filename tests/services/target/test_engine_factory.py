@@ -87,12 +87,13 @@ def test_features_of_embedded_and_remote_drafts_are_counted(
             (settings, ()),
             (settings, (1,)),
             (replace(settings, remote_draft_features=2), ()),
+            (replace(settings, remote_draft_features=2), (1,)),
         )
     ]
     feature_bytes = settings.page_size * 32 * 4
-    expected = [20 * page_bytes // (page_bytes + count * feature_bytes) for count in range(3)]
+    expected = [20 * page_bytes // (page_bytes + count * feature_bytes) for count in range(4)]
     assert num_pages == expected
-    assert len(set(num_pages)) == 3
+    assert len(set(num_pages)) == 4
 
 
 def test_the_cache_leaves_room_for_the_weights_of_a_draft(

@@ -488,107 +488,101 @@ def test_device_waits_for_no_host_while_rounds_and_prompts_follow_each_other(pai
     settle(setup.engine)
 
 
+class _TimedSteps:
+    """An engine that steps at chosen times, as beside a device that computes. The first request
+    runs, and its rounds take 10 ms.
+
+    Attributes:
+        launched: lanes of each launched round.
+    """
+
+    def __init__(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, prompt: list[int], num_tokens: int
+    ) -> None:
+        _compute_aside(monkeypatch)
+        self.launched = _launches(monkeypatch, lambda runner: runner.num_placed)
+        self._now_s = 0.0
+        setup, self.collector = _setup(pair, clock=lambda: self._now_s), Collector()
+        self._engine, self._num_requests = setup.engine, 0
+        self.submit(prompt, num_tokens)
+
+    def submit(self, prompt: Iterable[int], num_tokens: int) -> None:
+        asked = request([*prompt], stop=StopParams(num_tokens))
+        self._engine.submit(asked, self.collector, self._num_requests)
+        self._num_requests += 1
+
+    def step(self, after_s: float = 0.010) -> bool:
+        self._now_s += after_s
+        return self._engine.step()
+
+    def finish(self) -> None:
+        while not all(map(self.collector.has_ended, range(self._num_requests))):
+            self.step()
+        settle(self._engine)
+
+
 def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the engine sleeps, and those who arrive take part in it together."""
-    _compute_aside(monkeypatch)
-    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
-    now_s = 0.0
-    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
-    engine = setup.engine
-    engine.submit(request([*PROMPTS[0]], stop=StopParams(60)), collector, 0)
-    while len(launched) < 4:
-        now_s += 0.010
-        engine.step()
+    steps = _TimedSteps(pair, monkeypatch, PROMPTS[0], 60)
+    while len(steps.launched) < 4:
+        steps.step()
     for _ in range(3):
-        before = len(launched)
-        now_s += 0.0094
-        assert not engine.step()
-        assert len(launched) == before
-        now_s += 0.0006
-        assert engine.step()
-        assert len(launched) == before + 1
-    for key in (1, 2):
-        engine.submit(request([*PROMPTS[0], 4 + key], stop=StopParams(5)), collector, key)
-        now_s += 0.001
-        assert not engine.step()
-    now_s += 0.008
-    assert engine.step()
-    assert launched[-1] == 3
-    while not all(map(collector.has_ended, range(3))):
-        now_s += 0.010
-        engine.step()
-    settle(engine)
+        before = len(steps.launched)
+        assert not steps.step(0.0094)
+        assert len(steps.launched) == before
+        assert steps.step(0.0006)
+        assert len(steps.launched) == before + 1
+    for token in (5, 6):
+        steps.submit([*PROMPTS[0], token], 5)
+        assert not steps.step(0.001)
+    assert steps.step(0.008)
+    assert steps.launched[-1] == 3
+    steps.finish()
 
 
 def test_a_round_is_launched_earlier_if_its_head_has_to_hear_of_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _compute_aside(monkeypatch)
     monkeypatch.setattr(OwnHead, "announce_s", 0.003)
-    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
-    now_s = 0.0
-    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
-    engine = setup.engine
-    engine.submit(request([*PROMPTS[0]], stop=StopParams(60)), collector, 0)
-    while len(launched) < 4:
-        now_s += 0.010
-        engine.step()
-    before = len(launched)
-    now_s += 0.0064
-    assert not engine.step()
-    assert len(launched) == before
-    now_s += 0.0002
-    assert engine.step()
-    assert len(launched) == before + 1
-    while not collector.has_ended(0):
-        now_s += 0.010
-        engine.step()
-    settle(engine)
+    steps = _TimedSteps(pair, monkeypatch, PROMPTS[0], 60)
+    while len(steps.launched) < 4:
+        steps.step()
+    before = len(steps.launched)
+    assert not steps.step(0.0064)
+    assert len(steps.launched) == before
+    assert steps.step(0.0002)
+    assert len(steps.launched) == before + 1
+    steps.finish()
 
 
 def test_a_round_waits_for_prompts_that_arrive_while_others_are_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the device has a planned step to compute; and for few rows."""
-    _compute_aside(monkeypatch)
-    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
-    now_s = 0.0
-    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
-    engine = setup.engine
+    steps = _TimedSteps(pair, monkeypatch, PROMPTS[0], 150)
     prompts = [range(first, 24) for first in (8, 7, 6, 5)]
-    engine.submit(request(PROMPTS[0], stop=StopParams(150)), collector, 0)
     for key in (1, 2):  # the first shows how long such a step takes
         for _ in range(4):
-            now_s += 0.010
-            engine.step()
-        engine.submit(request([*prompts[key]], stop=StopParams(3)), collector, key)
-    while not collector.has_ended(2):
-        now_s += 0.010
-        engine.step()
-    before = len(launched)
-    engine.submit(request([*prompts[0]], stop=StopParams(3)), collector, 3)
-    now_s += 0.0096
-    assert engine.step()
-    now_s += 0.001
-    assert not engine.step()
-    engine.submit(request([*prompts[3]], stop=StopParams(3)), collector, 4)
-    now_s += 0.001
-    assert not engine.step()
-    assert len(launched) == before
-    now_s += 0.008
-    assert engine.step()
-    assert len(collector.token_ids(3)) == 1
-    assert len(launched) == before
-    now_s += 0.010
-    assert engine.step()
-    assert len(collector.token_ids(4)) == 1
-    assert len(launched) == before + 1
-    while not all(map(collector.has_ended, range(5))):
-        now_s += 0.010
-        engine.step()
-    settle(engine)
+            steps.step()
+        steps.submit(prompts[key], 3)
+    while not steps.collector.has_ended(2):
+        steps.step()
+    before = len(steps.launched)
+    steps.submit(prompts[0], 3)
+    assert steps.step(0.0096)
+    assert not steps.step(0.001)
+    steps.submit(prompts[3], 3)
+    assert not steps.step(0.001)
+    assert len(steps.launched) == before
+    assert steps.step(0.008)
+    assert len(steps.collector.token_ids(3)) == 1
+    assert len(steps.launched) == before
+    assert steps.step()
+    assert len(steps.collector.token_ids(4)) == 1
+    assert len(steps.launched) == before + 1
+    steps.finish()
 
 
 def test_no_round_is_launched_where_the_one_before_may_end_everybody(
