@@ -164,10 +164,11 @@ async def serving(
     Raises:
         StackDied: it did not become ready.
     """
-    port = next(free_ports(5))
+    port = next(free_ports(7))
     own = ["--log-dir", str(log_dir), "--stop-grace-s", "10"]
     own += ["--start-timeout-s", str(start_timeout_s), "--target-metrics-port", str(port + 4)]
     own += ["--gateway-port", str(port), "--target-port", str(port + 2)]
+    own += ["--draft-port", str(port + 5)]
     started_s = time.monotonic()
     try:
         async with running_stack([*flags, *own], launcher) as process:
