@@ -28,8 +28,8 @@ SIZES = ((64, 128), (70, 256), (130, 1152)) if IS_INTERPRETING else (
 )  # fmt: skip
 COUNTS = (1, 17) if IS_INTERPRETING else (1, 2, 16, 17, 32, 33, 63, 64)
 # Of every tiling of many rows, whole and cut.
-MANY = (65, 129, 193) if IS_INTERPRETING else (
-    65, 96, 127, 128, 129, 160, 192, 193, 255, 256, 257, 384, 512, 1000, 2049,
+MANY = (65, 129, 193, 300) if IS_INTERPRETING else (
+    65, 96, 127, 128, 129, 160, 192, 193, 255, 256, 257, 300, 384, 432, 512, 576, 1000, 2049,
 )  # fmt: skip
 
 
