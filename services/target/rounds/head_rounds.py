@@ -223,6 +223,8 @@ class HeadLanes(RoundLanes):
         self._refused[sequence.sequence_id] = self._leases.num_returns
 
 
+MOST_ROWS_BESIDE = 1.25
+"""Most rows for each token of a plain step with rows of prompts that is timed."""
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
 """Time of plain steps after trees that did not come in time; doubles if that happens again soon."""
 MAX_READING_SLOTS = 16
@@ -395,24 +397,21 @@ class HeadSteps(RoundSteps[HeadLanes]):
             is_awaited: see `DeviceTimes.read`.
         """
         now_s, last_s = self._clock(), self._times.end_s
-        if self._is_plain_decode(step):
-            assert self.policy is not None
+        is_behind = self._times.is_behind(step.start_s)
+        took = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
+        self._wait.observe_planned(step.num_rows, took)
+        lanes, num_drawn = self._lanes, len(step.plan.drawn)
+        if self.policy is None or lanes is None or lanes.runner.num_placed:
+            return
+        if step.num_rows == num_drawn == self._scheduler.num_running:
             # The host plans a step with masks when it has read the step before: what it does
             # between them counts, if that was a plain step too.
             is_next = not step.allows_run_ahead and last_s == self._plain_read_s
-            if self._times.is_behind(step.start_s) or is_next:
-                self.policy.observe_time(None, step.num_rows, now_s - last_s)
+            if is_behind or is_next:
+                self.policy.observe_time(None, num_drawn, now_s - last_s)
             self._plain_read_s = now_s
-        took = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
-        self._wait.observe_planned(step.num_rows, took)
-
-    def _is_plain_decode(self, step: LaunchedStep) -> bool:
-        """Whether a planned step that was just read is a plain step for the policy: one token for
-        every running sequence, and nothing else."""
-        lanes = self._lanes
-        if self.policy is None or lanes is None or lanes.runner.num_placed:
-            return False
-        return step.num_rows == len(step.plan.drawn) == self._scheduler.num_running
+        elif is_behind and took.is_exact and step.num_rows <= MOST_ROWS_BESIDE * num_drawn:
+            self.policy.observe_time(None, num_drawn, took.seconds, is_alone=False)
 
     def join(self) -> None:
         """Gives lanes to sequences whose prompts are computed. Called while the device is busy,
@@ -495,13 +494,13 @@ class HeadSteps(RoundSteps[HeadLanes]):
 
     def _round(self, lanes: HeadLanes, *, is_alone: bool) -> LaunchedRound:
         """Returns the record of a round that is launched now."""
-        shape = lanes.shapes.shape
-        if shape != self._last_shape:
+        shape, is_first = lanes.shapes.shape, lanes.shapes.shape != self._last_shape
+        if is_first:
             # The first round of a shape has no trees grown ahead, and waits until the draft is done
             # with those that it grew for the shape before.
-            shape, is_alone = replace(shape, is_ahead=False), False
+            shape = replace(shape, is_ahead=False)
         num_rows = lanes.runner.shape.num_tree_rows
-        return LaunchedRound(self._clock(), shape, num_rows, is_alone)
+        return LaunchedRound(self._clock(), shape, num_rows, is_alone, is_timed=not is_first)
 
     def _choose(self, lanes: HeadLanes, suited: SequenceOf[Sequence]) -> TreeShape | None:
         """Returns the shape of the next round; None for plain steps instead."""
@@ -580,8 +579,11 @@ class HeadSteps(RoundSteps[HeadLanes]):
             return
         # A round with late trees says nothing about the cost of its shape. `results` is empty if
         # all sequences ended before its draws.
-        if round_.is_alone and not lanes.runner.is_late and results:
-            policy.observe_time(round_.shape, len(results), round_.duration_s)
+        is_timed = round_.is_timed and (round_.is_alone or took.is_exact)
+        if is_timed and not lanes.runner.is_late and results:
+            policy.observe_time(
+                round_.shape, len(results), round_.duration_s, is_alone=round_.is_alone
+            )
         for is_greedy in (False, True):
             own = [
                 result

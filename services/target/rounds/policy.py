@@ -117,12 +117,19 @@ class LanePolicy:
             shape, is_greedy=is_greedy, accepted=accepted, num_unforeseen=num_unforeseen
         )
 
-    def observe_time(self, choice: Choice, num_lanes: int, seconds: float) -> None:
-        """Adds the time of a round or a plain step beside which nothing else was computed.
+    def observe_time(
+        self, choice: Choice, num_lanes: int, seconds: float, *, is_alone: bool = True
+    ) -> None:
+        """Adds the time of a round or a plain step.
 
         The offset from the table belongs to this choice alone while it settles: a draft may work
         behind its rounds. Later changes count for every choice: they come from growing contexts,
         whose keys and values each of them reads.
+
+        Args:
+            is_alone: nothing else was computed beside it. Otherwise its time is a little long, and
+                counts only while no such time is known: where requests come all the time, there
+                may never be one.
         """
         expected_s = self.costs.seconds(choice, num_lanes)
         if expected_s is None:
@@ -137,6 +144,11 @@ class LanePolicy:
         offset_s = min(offset_s, before_s)
         num_timed = self._num_timed[size, choice]
         offsets_s = self._offsets_s.setdefault(size, {})
+        if not is_alone:
+            if not num_timed:
+                mean_s = offsets_s.get(choice, offset_s)
+                offsets_s[choice] = mean_s + OFFSET_SMOOTHING * (offset_s - mean_s)
+            return
         mean_s = offsets_s.get(choice, 0.0)
         change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (offset_s - mean_s)
         offsets_s[choice] = mean_s + change_s

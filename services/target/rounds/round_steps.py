@@ -164,8 +164,9 @@ class LaunchedRound:
     Attributes:
         start_s: when it was launched; once it is read, when the device could begin with it.
         num_tree_rows: rows that the target computes for each sequence.
-        is_alone: its time is that of its shape: no step was planned beside it, no sequence joined,
-            and the round before had the same shape.
+        is_alone: no step was planned beside it, and no sequence joined.
+        is_timed: its time is that of its shape: it was launched behind other work, and the round
+            before had the same shape.
         end_s: when it was read.
         host_gap_s: how long the device was idle before it, because of the host.
         trees: in rounds with pushed trees, the tree verified for each sequence that takes part. For
@@ -177,6 +178,7 @@ class LaunchedRound:
     shape: TreeShape
     num_tree_rows: int
     is_alone: bool = False
+    is_timed: bool = True
     end_s: float = 0.0
     host_gap_s: float = 0.0
     trees: dict[int, TokenTree] = field(default_factory=dict)
@@ -348,7 +350,7 @@ class RoundSteps(ABC, Generic[L]):
         is_awaited = not lanes.runner.is_done
         results, round_ = lanes.read(), self._launched.popleft()
         launch_s, round_.end_s = round_.start_s, self._clock()
-        round_.is_alone = round_.is_alone and self._times.is_behind(launch_s)
+        round_.is_timed = round_.is_timed and self._times.is_behind(launch_s)
         round_.start_s = self._times.began_s(launch_s)
         took = self._times.read(launch_s, round_.end_s, is_awaited=is_awaited)
         self._observe(round_, results, took)

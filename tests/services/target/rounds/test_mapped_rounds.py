@@ -212,7 +212,9 @@ def test_what_late_trees_cost_is_not_held_against_a_shape(
     timed: list[TreeShape] = []
     monkeypatch.setattr(LanePolicy, "choose", lambda self, *_: TREE)
     monkeypatch.setattr(
-        LanePolicy, "observe_time", lambda _, shape, *__: timed.extend([shape] if shape else [])
+        LanePolicy,
+        "observe_time",
+        lambda _, shape, *__, **___: timed.extend([shape] if shape else []),
     )
     with _setup(pair) as setup:
         draft = setup.attach(is_pinned=False)

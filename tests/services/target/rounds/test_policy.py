@@ -48,11 +48,13 @@ class World:
         rate: probability that a level is right where the one before was, by time.
         offset_s: what each step takes beyond the table.
         own_s: what rounds of one shape take beyond that, at a number of lanes.
+        beside_s: what prompts take beside every step; then no step is alone.
         costs: of the shapes that may be chosen.
     """
 
     rate: Callable[[float], float]
     offset_s: float = 0.0
+    beside_s: float = 0.0
     own_s: Callable[[Choice, int], float] = lambda choice, num_lanes: 0.0
     costs: CostTable = field(default_factory=_costs)
     now_s: float = 0.0
@@ -68,12 +70,12 @@ class World:
             choice = policy.choose(num_lanes, 0, tuple(costs.rounds), self.now_s)
             choices.append(choice)
             seconds = (costs.seconds(choice, num_lanes) or 0.0) + self.offset_s
-            seconds += self.own_s(choice, num_lanes)
+            seconds += self.own_s(choice, num_lanes) + self.beside_s
             if choice is not None and choice.is_ahead and choice != self.last:
                 # No trees are there yet, and the draft still works on those of the last shape.
                 seconds += costs.seconds(replace(choice, is_ahead=False), num_lanes) or 0.0
             else:
-                policy.observe_time(choice, num_lanes, seconds)
+                policy.observe_time(choice, num_lanes, seconds, is_alone=not self.beside_s)
             self.last = choice
             self.now_s += seconds
             self.num_tokens += num_lanes
@@ -201,6 +203,25 @@ def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
         world.run(policy, 256, 4.0)
         usual.append(_usual(world.run(policy, 256, 4.0)))
     assert usual == [SHORT, LONG]
+
+
+def test_what_steps_take_beyond_the_table_is_known_where_prompts_come_with_each() -> None:
+    """The table of empty lanes says that plain steps are faster, and there they are not."""
+    empty, full = (World(lambda now_s: 0.62, offset_s, 0.002) for offset_s in (0.0, 0.01))
+    usual = []
+    for world in (empty, full):
+        policy = LanePolicy((SHORT,), _costs())
+        world.run(policy, 256, 1.0)
+        usual.append(_usual(world.run(policy, 256, 4.0)))
+    assert usual == [None, SHORT]
+
+
+def test_one_step_alone_says_more_than_many_beside_prompts() -> None:
+    policy, world = LanePolicy((SHORT,), _costs()), World(lambda now_s: 0.8)
+    world.run(policy, 256, 1.0)
+    for _ in range(100):
+        policy.observe_time(SHORT, 256, 0.05, is_alone=False)
+    assert _usual(world.run(policy, 256, 1.0)) == SHORT
 
 
 def test_plain_steps_that_take_more_than_the_table_says_are_given_up_at_once() -> None:
