@@ -24,6 +24,8 @@ FEWEST_ROUNDS = 4
 """Rounds of each sequence that a choice, or a trial, needs before it is judged."""
 LEAST_STEPS = 2
 """Measured steps of a choice that tell something: one may have stalled."""
+STEPS_A_DECISION = 8
+"""Plain steps between two decisions, unless the batch size changes."""
 SKIPPED_ROUNDS, COLD_STEPS = 2, 4
 """Rounds at the beginning of a trial, and steps at the beginning of the first choice, that are not
 measured: steps start or stop running ahead, and kernels are compiled."""
@@ -244,6 +246,7 @@ class DraftPolicy:
     _num_cold: int = COLD_STEPS
     _worthwhile_wait_s: float | None = None
     _num_sequences: int = 0
+    _num_undecided: int = 0  # steps since the last decision
     _held_until_s: float = -math.inf
     _is_void: bool = False
     _seen_s: dict[Choice, float] = field(default_factory=dict)
@@ -384,8 +387,13 @@ class DraftPolicy:
             return
         elif self._trial is not None:
             self._continue(self._trial, batch, now_s)
-        elif has_news or is_new_size:
-            self._decide(batch, now_s, may_try=has_news)
+        else:
+            self._num_undecided += has_news
+            # Without trees, only the times of plain steps can change a decision.
+            least = 1 if self.choice is not None else STEPS_A_DECISION
+            if is_new_size or self._num_undecided >= least:
+                self._num_undecided = 0
+                self._decide(batch, now_s, may_try=has_news)
 
     def _held(self, num_sequences: int, now_s: float) -> int:
         """Returns the largest batch size within `HOLD_S`, or the present one if such small batches
