@@ -181,7 +181,10 @@ class DraftExchange:
                 self._features.open(attachment.feature_spec)
         except RuntimeError as error:
             advice = self._cache.advice(Shortage.of(error))
-            message = f"the target has no memory for the features that the draft reads: {advice}"
+            message = (
+                f"the target has no memory for the features that the draft reads: {advice}, or "
+                "start it with --remote-draft-features 1 or more"
+            )
             self._refuse(attachment, FailedPrecondition(message, reason="FEATURE_MEMORY"))
             return
         except FailedPrecondition as error:

@@ -437,6 +437,7 @@ async def test_draft_whose_features_do_not_fit_is_refused_and_the_target_serves_
             error = error_from_rpc(await _failure(draft.call))
         assert error.reason == "FEATURE_MEMORY"
         assert "3.00 GiB more wanted" in error.message
+        assert "--remote-draft-features" in error.message
         assert len(await _tokens(channel, _generate([1]))) == 8
         again = await _Draft(channel).attach(feature_spec=_spec(layers=[1, 4]))
         assert again.feature_width == 64
