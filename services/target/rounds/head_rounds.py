@@ -224,7 +224,7 @@ class HeadLanes(RoundLanes):
 
 
 MOST_ROWS_BESIDE = 1.25
-"""Most rows for each token of a plain step with rows of prompts that is timed."""
+"""A plain step with rows of prompts is timed if it has at most so many rows for each token."""
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
 """Time of plain steps after trees that did not come in time; doubles if that happens again soon."""
 MAX_READING_SLOTS = 16
