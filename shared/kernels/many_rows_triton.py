@@ -239,11 +239,12 @@ _TALL = Tiling(128, 64, 5, more_rows=64)
 _MOST_TALL_ROWS = 192
 _LOW, _LOW_WHOLE = Tiling(256, 64, 5, rows=64), Tiling(256, 64, 4, rows=64, num_warps=4)
 _SMALL = Tiling(128, 64, 3, rows=64, num_programs=3, num_warps=4)
-_TILINGS = {
+TILINGS = {
     Sum.WHOLE: (_BROAD, _LOW_WHOLE),
     Sum.IN_TURN: (_BROAD, _NARROW, _LOW, _SMALL),
     Sum.SPREAD: (_BROAD, _NARROW),
 }
+"""The tilings of products with weights in 16 bits, to choose from by `tiling_of`."""
 # The same with 8 bits, measured with e4m3.
 _BROAD_8_BIT = Tiling(256, 128, 3)
 _SHORT_8_BIT = Tiling(128, 128, 4, rows=64, num_programs=2, num_warps=4)
@@ -285,7 +286,7 @@ def tiling_of(
         fixed = _TURN_COST * triton.cdiv(tiling.num_programs, 2)
         return num_turns * (num_channels_each + fixed), row_tiles * tiling.rows
 
-    return min((_BROAD_8_BIT, _SHORT_8_BIT) if is_8_bit else _TILINGS[sum_], key=cost)
+    return min((_BROAD_8_BIT, _SHORT_8_BIT) if is_8_bit else TILINGS[sum_], key=cost)
 
 
 def _launch(

@@ -1,11 +1,12 @@
 """Products on one GPU: the library's in bfloat16, and ours, of few rows that keep their bits.
 
-    python -m tests.bench.products [--weights e4m3] [--rows 256 1024 2048]
+    python -m tests.bench.products [--weights e4m3] [--rows 256 1024 2048] [--tilings]
 
 Matrices of Llama-3.1-8B in bfloat16, and of its half on each of two GPUs. Each case is one CUDA
 graph over as many matrices as the cache does not hold. *Parts* leaves the sums over the depth to
 the next kernel, and the product of gates and values computes SwiGLU as well, which the library's
-does not. With weights in 8 bits ours are whole products.
+does not. With weights in 8 bits ours are whole products. `--tilings` times whole products with each
+tiling of many rows (rows, channels, programs on a multiprocessor), beside the one that is chosen.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.linear import WORD_BLOCK, LinearWeight, gated_linear, linear, linear_partials
+from shared.kernels.linear import (
+    MOST_FEW_ROWS,
+    WORD_BLOCK,
+    LinearWeight,
+    gated_linear,
+    linear,
+    linear_partials,
+)
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix
 from tests.bench.aims import figure
 from tests.bench.device_clock import copy_bandwidth, device_ms
@@ -128,12 +137,7 @@ def measure(
     """Measures one matrix with several numbers of rows."""
     channels, depth = size
     device = torch.device("cuda")
-    size_bytes = 2 * channels * depth
-    count = max(3, min(24, _MOST_BYTES // size_bytes))
-    weights = [
-        torch.randn(channels, depth, device=device).mul_(0.02).to(torch.bfloat16)
-        for _ in range(count)
-    ]
+    size_bytes, weights = 2 * channels * depth, _weights(channels, depth)
     ours = [own_product(name, weight, kind) for weight in weights]
     library_us, own_us = [], []
     for num_rows in counts:
@@ -144,12 +148,57 @@ def measure(
     return ProductRow(name, tuple(library_us), tuple(own_us), 1e3 * size_bytes / bandwidth)
 
 
+def tiling_rows(name: str, size: tuple[int, int], counts: Sequence[int]) -> list[tuple[str, ...]]:
+    """Returns, for each number of rows, the microseconds of the library and of every tiling."""
+    from shared.kernels import many_rows_triton as many
+
+    channels, depth = size
+    weights = _weights(channels, depth)
+    prepared = [LinearWeight.prepare(weight) for weight in weights]
+    operand = prepared[0].operand_for(torch.bfloat16)
+    assert operand is not None
+    is_gated, is_whole = "gates" in name, operand.segments.count == 1
+    ours: list[Product] = [
+        partial(gated_linear, weight=each) if is_gated else partial(linear, weight=each, bias=None)
+        for each in prepared
+    ]
+    found = list[tuple[str, ...]]()
+    for num_rows in counts:
+        inputs = torch.randn(num_rows, depth, device=weights[0].device).to(torch.bfloat16)
+        library_us = microseconds(inputs, [partial(F.linear, weight=each) for each in weights])
+        chosen_us, cells = microseconds(inputs, ours), list[str]()
+        for tiling in many.TILINGS[many.Sum.WHOLE if is_whole else many.Sum.IN_TURN]:
+            with mock.patch.object(many, "tiling_of", return_value=tiling):
+                shape = f"{tiling.rows}x{tiling.channels}x{tiling.num_programs}"
+                cells.append(f"{shape} {microseconds(inputs, ours):.1f}")
+        each = f"{library_us:.1f}", f"{chosen_us:.1f}", "  ".join(cells)
+        found.append((name, str(num_rows), *each))
+    return found
+
+
+def _weights(channels: int, depth: int) -> list[Tensor]:
+    """Returns as many matrices as the cache does not hold."""
+    count = max(3, min(24, _MOST_BYTES // (2 * channels * depth)))
+    draw = partial(torch.randn, channels, depth, device="cuda")
+    return [draw().mul_(0.02).to(torch.bfloat16) for _ in range(count)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench-products", description=__doc__)
     parser.add_argument("--weights", choices=(BFLOAT16, *STORED), default=BFLOAT16)
     parser.add_argument("--rows", type=int, nargs="+", default=COUNTS)
+    parser.add_argument("--tilings", action="store_true", help="time each tiling of many rows")
     add_figures_flag(parser)
     flags = parser.parse_args()
+    if flags.tilings:
+        if flags.weights != BFLOAT16 or min(flags.rows) <= MOST_FEW_ROWS:
+            parser.error(
+                f"--tilings needs --weights {BFLOAT16} and --rows above {MOST_FEW_ROWS}; they are "
+                f"{flags.weights} and {' '.join(map(str, flags.rows))}"
+            )
+        found = [row for name, size in SIZES.items() for row in tiling_rows(name, size, flags.rows)]
+        print(table(("product", "rows", "library", "chosen", "each, in microseconds"), found))
+        return 0
     is_usual = flags.weights == BFLOAT16 and flags.rows == COUNTS
     bandwidth = copy_bandwidth()
     rows = []
