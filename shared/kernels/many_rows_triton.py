@@ -232,7 +232,7 @@ class Tiling:
 
 # Measured on an H100 and an H200 with the matrices of an 8B model. A tile of 256 channels reads the
 # fewest bytes per operation. The other tilings fill a device when there are fewer rows, or waste
-# less of it on rows that do not fill their tiles.
+# less time where the rows do not fill the last tiles.
 _BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
 _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)

@@ -171,8 +171,8 @@ def tiling_rows(name: str, size: tuple[int, int], counts: Sequence[int]) -> list
             with mock.patch.object(many, "tiling_of", return_value=tiling):
                 shape = f"{tiling.rows}x{tiling.channels}x{tiling.num_programs}"
                 cells.append(f"{shape} {microseconds(inputs, ours):.1f}")
-        each = f"{library_us:.1f}", f"{chosen_us:.1f}", "  ".join(cells)
-        found.append((name, str(num_rows), *each))
+        times = f"{library_us:.1f}", f"{chosen_us:.1f}", "  ".join(cells)
+        found.append((name, str(num_rows), *times))
     return found
 
 

@@ -182,8 +182,8 @@ class DraftExchange:
         except RuntimeError as error:
             advice = self._cache.advice(Shortage.of(error))
             message = (
-                f"the target has no memory for the features that the draft reads: {advice}, or "
-                "start it with --remote-draft-features 1 or more"
+                f"the target has no memory for the features that the draft reads: {advice}; or "
+                "start the target with --remote-draft-features 1 or more"
             )
             self._refuse(attachment, FailedPrecondition(message, reason="FEATURE_MEMORY"))
             return
