@@ -91,6 +91,7 @@ class HeadWeights:
         """Returns the running draft model, and the folder's on the same device, so that the swap
         itself is a copy within the device."""
         from services.draft.drafter_factory import target_vocabulary
+        from services.draft.drafters.model_factory import language_model_options
         from services.draft.drafters.standalone import StandaloneDrafter
         from shared.models.loader import load_decoder
         from shared.models.weights import SERVING_PACE
@@ -100,11 +101,12 @@ class HeadWeights:
         if running.group is not None:
             message = "a draft model that is cut over several processes takes no other weights"
             raise FailedPrecondition(message, reason="WEIGHTS_FIXED")
+        dtype, device = running.dtype, running.device
         new = load_decoder(
             folder,
-            dtype=running.dtype,
-            device=running.device,
-            options=self._settings.model_options,
+            dtype=dtype,
+            device=device,
+            options=language_model_options(self._settings, running.config, dtype, device),
             pace=SERVING_PACE,
             vocabulary=target_vocabulary(self._settings),
             vocab_size=running.config.vocab_size,

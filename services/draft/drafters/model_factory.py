@@ -25,13 +25,15 @@ from services.draft.settings_problems import block_problems
 from services.followers import Followers, Seat, check_shard, rank_devices
 from services.ranks import Ranks
 from shared.errors import CheckpointError, SettingsError, raise_problems
+from shared.kernels.linear import keeps_row_bits
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvLayout, KvPool
 from shared.layers.linear import num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_files import num_ids
-from shared.model_options import AttentionBackend
+from shared.model_options import AttentionBackend, ModelOptions, Quantisation
 from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.dflash import DflashConfig, load_dflash
@@ -41,6 +43,7 @@ from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetTensors, target_tensors
 from shared.models.loader import load_decoder
+from shared.models.scaled_weights import QUANTIZATION_CONFIG
 from shared.models.shard import Shard
 from shared.runtime.device import device_named, dtype_named, launch_on
 from shared.runtime.followers import TreeFollower
@@ -405,6 +408,26 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
 # Language models.
 
 
+def language_model_options(
+    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> ModelOptions:
+    """Returns how to load a language model: in FP8 where the device multiplies that, unless the
+    settings name a quantisation, or the checkpoint is quantised. Half the bytes take less time, and
+    a draft that is a little less exact never changes a token. Mixtures of experts stay as they are.
+    """
+    options, folder = settings.model_options, settings.model_folder
+    is_set = settings.speculative_draft_model_quantization is not None
+    is_quantised = QUANTIZATION_CONFIG in ConfigFile.read(folder / CONFIG_FILE)
+    if is_set or is_quantised or config.experts is not None:
+        return options
+    # Columns of the weights; each process of a sharded model has a part of these two.
+    shared = config.num_heads * config.head_dim, config.intermediate_size
+    depths = config.hidden_size, *(depth // settings.tp_size for depth in shared)
+    if all(keeps_row_bits(device, dtype, depth) for depth in depths):
+        return replace(options, quantisation=Quantisation.FP8)
+    return options
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
     """The model runner and the tree grower of a standalone draft.
@@ -448,7 +471,7 @@ def build_model(
         folder,
         dtype=dtype,
         device=device,
-        options=settings.model_options,
+        options=language_model_options(settings, config, dtype, device),
         show_progress=leader is not None or group is None,
         group=group,
         vocabulary=vocabulary,

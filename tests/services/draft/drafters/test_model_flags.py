@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.draft.drafter_factory import build_drafter
+from services.draft.drafters.model_factory import language_model_options
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.kernels import linear
+from shared.model_options import Dtype, Quantisation
+from shared.models.config import ModelConfig
 from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -35,6 +41,37 @@ def test_the_memory_saved_is_said_at_start(
         assert "8-bit layers" not in caplog.text
         build_drafter(_settings(folder, "--speculative-draft-model-quantization", quantisation))
     assert "8-bit layers save 0.1 MiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "expected"),
+    [
+        ((), {}, Quantisation.FP8),
+        (("--dtype", "float32"), {}, Quantisation.UNQUANT),
+        (("--speculative-draft-model-quantization", "unquant"), {}, Quantisation.UNQUANT),
+        (("--speculative-draft-model-quantization", "int8"), {}, Quantisation.INT8),
+        ((), {"quantization_config": {"quant_method": "fp8"}}, Quantisation.UNQUANT),
+        ((), {"intermediate_size": 192}, Quantisation.UNQUANT),
+        (("--tp-size", "2"), {}, Quantisation.UNQUANT),
+    ],
+)
+def test_a_language_model_is_in_fp8_where_the_device_multiplies_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    changes: dict[str, Any],
+    expected: Quantisation,
+) -> None:
+    monkeypatch.setattr(linear, "is_hopper", lambda device: True)
+    shape = TinyShape(hidden_size=128, intermediate_size=128, head_dim=32, num_heads=4)
+    folder = write_checkpoint(tmp_path, shape=shape)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    settings = _settings(folder, *arguments)
+    device = torch.device("cpu")
+    dtype = torch.bfloat16 if settings.dtype is Dtype.AUTO else torch.float32
+    options = language_model_options(settings, ModelConfig.from_folder(folder), dtype, device)
+    assert options.quantisation is expected
 
 
 def test_a_window_bounds_the_context_beside_the_tree(folder: Path) -> None:
