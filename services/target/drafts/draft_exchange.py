@@ -323,8 +323,8 @@ class DraftExchange:
             attachment.port.close()
 
 
-POLL_S = 0.1
-"""Time between two updates."""
+POLL_S = 0.5
+"""Time between two updates. Wording a comparison takes a CPU about 0.5 ms."""
 FIRST_LOG_PAUSE_S, LAST_LOG_PAUSE_S = 1.0, 60.0
 """Shortest time between two log lines about one draft, or about the comparison: at first, and at
 most. It doubles with each line."""

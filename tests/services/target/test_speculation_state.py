@@ -60,12 +60,12 @@ def test_each_change_is_logged_once_and_not_too_often(caplog: pytest.LogCaptureF
     assert line == f"speculation is off: {state.detail}"
     assert state.detail == f"plain steps are faster here: {lanes.comparison()}"
     lanes.pays = True
-    state.update(3.0)
+    state.update(20 * POLL_S)
     assert state.detail == ""
     assert _lines(caplog) == [f"speculation is on: {lanes.comparison()}"]
     for number in range(1, 1000):
         lanes.pays = not lanes.pays
-        state.update(3.0 + number * FIRST_LOG_PAUSE_S)
+        state.update(20 * POLL_S + number * FIRST_LOG_PAUSE_S)
     assert 5 < len(_lines(caplog)) < 30, "a line a moment would hide all others"
 
 
