@@ -17,7 +17,7 @@ from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from tests.bench import expert_rounds, simulated_rounds
 from tests.bench.expert_floors import StepFloor, level_bytes, tensors_of
-from tests.bench.expert_rounds import BATCHES, CHAIN, HEADER, PolicyRun, RoundsLine
+from tests.bench.expert_rounds import CHAIN, HEADER, PolicyRun, RoundsLine
 from tests.bench.expert_shapes import GLM_45_AIR, SHAPES, ExpertShape
 from tests.bench.experts import ShapeBench
 from tests.bench.simulated_rounds import NUM_ROUNDS, level_rate, spread_counts
@@ -31,6 +31,7 @@ PLAIN_MS = 10.0
 @pytest.fixture(autouse=True)
 def _few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_rounds, "NUM_RUNS", 1)
+    monkeypatch.setattr(expert_rounds, "BATCHES", (1, 8))
 
 
 @dataclass
@@ -83,7 +84,9 @@ def _lines(
     world = World(round_ms)
     world.enter(monkeypatch)
     lines = list(rounds_bench(shape, world.clock).rounds())
-    assert [line.batch for line in lines if isinstance(line, RoundsLine)] == [*BATCHES], lines
+    assert [line.batch for line in lines if isinstance(line, RoundsLine)] == [
+        *expert_rounds.BATCHES
+    ], lines
     return [line for line in lines if isinstance(line, RoundsLine)]
 
 
@@ -147,7 +150,7 @@ def test_a_batch_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RoundRunner, "capture", failing)
     first, *others = bench.rounds()
     assert isinstance(first, RoundsLine)
-    assert len(others) == len(BATCHES) - 1
+    assert len(others) == len(expert_rounds.BATCHES) - 1
     assert all("out of luck" in str(line) for line in others)
 
 

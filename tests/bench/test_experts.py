@@ -18,7 +18,6 @@ from shared.models.shard import Shard
 from tests.bench import expert_rounds
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
-from tests.bench.expert_rounds import BATCHES
 from tests.bench.expert_shapes import (
     DEEPSEEK_V3,
     GLM_45_AIR,
@@ -157,6 +156,7 @@ def test_a_shape_is_measured_from_its_command_on(
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 80 * 2**30))
     monkeypatch.setattr(expert_rounds, "NUM_RUNS", 1)
+    monkeypatch.setattr(expert_rounds, "BATCHES", (1, 8))
     monkeypatch.setattr(program, "ShapeBench", on_cpu)
     monkeypatch.setattr(program, "_kernel_times", lambda work: "failed" if work() is None else "")
     shape = tiny(SHAPES[name])
@@ -166,7 +166,7 @@ def test_a_shape_is_measured_from_its_command_on(
         assert "no rounds" in printed
     elif has_rounds:
         assert f", {_count(shape)} of {_count(shape)} layers" in rounds
-        assert rounds.count("\n| ") == 1 + len(BATCHES)
+        assert rounds.count("\n| ") == 1 + len(expert_rounds.BATCHES)
         assert "failed" not in rounds
     assert f"{_count(shape)} of {_count(shape)} layers" in printed
     assert printed.count("\n| ") == 1 + len(shape.batches) + len(shape.trees) + 1

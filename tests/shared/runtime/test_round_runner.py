@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,13 @@ CASES = [
 ]
 
 
+def some_interpreted(names: Sequence[str], interpreted: str) -> list[Any]:
+    """Returns parameters, one of which Triton's interpreter runs, too: it takes minutes for each.
+    On GPUs all are run, see `test_round_runner_gpu`."""
+    marks = {interpreted: pytest.mark.interpreter}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
 # What the fused kernels do with a chain and with a tree.
 INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
@@ -107,14 +116,12 @@ def test_rounds_equal_those_of_the_host(
             _assert_same(found, expected[number][index])
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", [*HEADS, "recurrent"])
+@pytest.mark.parametrize("name", some_interpreted([*HEADS, "recurrent"], "eagle3"))
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["dflash", *LAYERED])
+@pytest.mark.parametrize("name", some_interpreted(["dflash", *LAYERED], "mtp 3"))
 def test_lanes_of_chains_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING, changing=CHAINS, name=name)
 

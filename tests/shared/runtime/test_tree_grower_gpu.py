@@ -196,7 +196,7 @@ def test_heads_prepare_for_verdicts_by_the_states_of_the_path_to_them(
     twins.send_all(*batch)
     twins.whole.lookahead.budget = 3
     trees = twins.trees(shape, *batch)
-    for _ in range(2 if IS_INTERPRETING else 4):
+    for _ in range(1 if IS_INTERPRETING else 4):
         prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
         for place, sequence in enumerate(batch):
             found = [each for each in prepared if each.sequence is sequence]
