@@ -87,7 +87,7 @@ class DraftSettings(DialingSettings):
     speculative_draft_model_quantization: Quantisation | None = setting(
         None,
         "quantise the weights of the draft's layers to 8 bits; embedding and lm_head stay; unset: "
-        "fp8 for a language model in 16 bits on a GPU of compute capability 9.0 or above",
+        "fp8 for a dense language model in 16 bits on a GPU of compute capability 9.0 or above",
     )
     speculative_attention_mode: AttentionMode = setting(
         AttentionMode.PREFILL,

@@ -411,18 +411,19 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
 def language_model_options(
     settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> ModelOptions:
-    """Returns how to load a language model: in FP8 where the device multiplies that, unless the
-    settings name a quantisation, or the checkpoint is quantised. Half the bytes take less time, and
-    a draft that is a little less exact never changes a token. Mixtures of experts stay as they are.
+    """Returns how to load a language model that drafts.
+
+    A dense one in 16 bits is loaded in FP8 where the device has kernels for it, unless the settings
+    name a quantisation: it reads half the bytes, and an inexact draft never changes a token.
     """
     options, folder = settings.model_options, settings.model_folder
     is_set = settings.speculative_draft_model_quantization is not None
     is_quantised = QUANTIZATION_CONFIG in ConfigFile.read(folder / CONFIG_FILE)
     if is_set or is_quantised or config.experts is not None:
         return options
-    # Columns of the weights; each process of a sharded model has a part of these two.
-    shared = config.num_heads * config.head_dim, config.intermediate_size
-    depths = config.hidden_size, *(depth // settings.tp_size for depth in shared)
+    # Columns of the weight matrices. Each process of a sharded model has a part of the latter two.
+    cut = config.num_heads * config.head_dim, config.intermediate_size
+    depths = config.hidden_size, *(depth // settings.tp_size for depth in cut)
     if all(keeps_row_bits(device, dtype, depth) for depth in depths):
         return replace(options, quantisation=Quantisation.FP8)
     return options

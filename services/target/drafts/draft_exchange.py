@@ -324,7 +324,7 @@ class DraftExchange:
 
 
 POLL_S = 0.5
-"""Time between two updates. Wording a comparison takes a CPU about 0.5 ms."""
+"""Time between two updates. The text of a comparison costs about 0.5 ms of a CPU."""
 FIRST_LOG_PAUSE_S, LAST_LOG_PAUSE_S = 1.0, 60.0
 """Shortest time between two log lines about one draft, or about the comparison: at first, and at
 most. It doubles with each line."""

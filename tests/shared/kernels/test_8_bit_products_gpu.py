@@ -29,7 +29,7 @@ STORED = (torch.int8, torch.float8_e4m3fn)
 ROWS = (None, 128, 1)
 # Channels and depth: a part of a tile, gates and values, in segments, and of segments that a depth
 # of more than 4,096 is cut into with e4m3 although there are many channels.
-SIZES = ((256, 384), (200, 1152)) if IS_INTERPRETING else (
+SIZES = ((70, 128), (256, 384), (200, 1152)) if IS_INTERPRETING else (
     (70, 128), (256, 384), (200, 1152), (6144, 4096), (4096, 14336), (28672, 4096), (28672, 8192),
 )  # fmt: skip
 FEW = MOST_FEW_ROWS if IS_INTERPRETING else 16

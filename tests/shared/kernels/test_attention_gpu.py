@@ -29,7 +29,7 @@ from tests.helpers.attention_batches import (
     tree,
     with_pages,
 )
-from tests.helpers.kernel_device import kernel_device
+from tests.helpers.kernel_device import kernel_device, some_interpreted
 
 attention_triton = pytest.importorskip("shared.kernels.attention_triton")
 
@@ -132,10 +132,7 @@ def check(
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.interpreter if name in SMALL_BATCHES else ())
-        for name in BATCHES
-    ],
+    some_interpreted(BATCHES, SMALL_BATCHES),
 )
 def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype) -> None:
     heads = Heads(8, 2, 64)
@@ -145,11 +142,10 @@ def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "window"),
-    [
-        pytest.param(*case, marks=pytest.mark.interpreter if case == ("tree levels", 300) else ())
-        for case in itertools.product(BATCHES, [None, 300])
-        if case[0] != "chunks"
-    ],
+    some_interpreted(
+        [case for case in itertools.product(BATCHES, [None, 300]) if case[0] != "chunks"],
+        [("tree levels", 300)],
+    ),
 )
 def test_whole_blocks_have_the_bits_of_splits(
     name: str,
@@ -219,10 +215,7 @@ def test_any_heads(heads: Heads, fewest_whole: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("fewest_whole", [0, NEVER])
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "window"),
-    [
-        pytest.param(*case, marks=pytest.mark.interpreter if case == (64, 5, 33) else ())
-        for case in itertools.product([64, 96, 128, 256], [1, 5, 64], [33, 64])
-    ],
+    some_interpreted(itertools.product([64, 96, 128, 256], [1, 5, 64], [33, 64]), [(64, 5, 33)]),
 )
 def test_any_window(
     head_dim: int, page_size: int, window: int, fewest_whole: int, monkeypatch: pytest.MonkeyPatch

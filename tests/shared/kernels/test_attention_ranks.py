@@ -17,7 +17,7 @@ from shared.model_options import AttentionBackend
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.kernel_device import kernel_device
+from tests.helpers.kernel_device import kernel_device, some_interpreted
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.poisoned import poison_padding
 from tests.helpers.rank_batches import NUM_PAGES, NUM_RANKS, PAGE_SIZE, rank_batches
@@ -84,10 +84,7 @@ def test_each_row_is_of_one_rank(family: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=pytest.mark.interpreter if family in INTERPRETED else ())
-        for family in FAMILIES
-    ],
+    some_interpreted(FAMILIES, INTERPRETED),
 )
 def test_kernels_compute_each_row_on_one_rank(family: str, tmp_path: Path) -> None:
     _check(tmp_path, family, kernel_device(), AttentionBackend.AUTO)

@@ -112,7 +112,7 @@ def test_products_are_those_of_the_expanded_weight(
 @pytest.mark.interpreter
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tile", [16] if IS_INTERPRETING else [16, 64])
+@pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize("depth", [384, 200])
 @pytest.mark.parametrize("is_hopper", [True, False])
 def test_products_of_experts_equal_plain_torch(

@@ -83,8 +83,9 @@ def test_rounds_of_two_gpus_change_no_token(
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not IS_INTERPRETING, reason="a GPU has a test of its own")
-def test_kernels_of_two_processes_change_no_token(tmp_path: Path) -> None:
-    with cut_target(tmp_path, "cpu", spreads_sequences=True) as target:
+@pytest.mark.parametrize("spreads_sequences", [False, True])
+def test_kernels_of_two_processes_change_no_token(spreads_sequences: bool, tmp_path: Path) -> None:
+    with cut_target(tmp_path, "cpu", spreads_sequences=spreads_sequences) as target:
         requests = [request(PROMPTS[2], SAMPLINGS[1], StopParams(3))]
         expected = run(target.plain(), requests)
         reports: list[StepReport] = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from shared.runtime.round_state import SequenceRound
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound
+from tests.helpers.kernel_device import some_interpreted
 from tests.helpers.round_cases import (
     CHAINS,
     GREEDY,
@@ -70,13 +69,6 @@ CASES = [
 ]
 
 
-def some_interpreted(names: Sequence[str], interpreted: str) -> list[Any]:
-    """Returns parameters, one of which Triton's interpreter runs, too: it takes minutes for each.
-    On GPUs all are run, see `test_round_runner_gpu`."""
-    marks = {interpreted: pytest.mark.interpreter}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
-
-
 # What the fused kernels do with a chain and with a tree.
 INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
@@ -90,10 +82,7 @@ INTERPRETED = [
 
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
-    [
-        pytest.param(*case, marks=pytest.mark.interpreter if case in INTERPRETED else ())
-        for case in CASES
-    ],
+    some_interpreted(CASES, INTERPRETED),
     ids=str,
 )
 def test_rounds_equal_those_of_the_host(
@@ -116,12 +105,12 @@ def test_rounds_equal_those_of_the_host(
             _assert_same(found, expected[number][index])
 
 
-@pytest.mark.parametrize("name", some_interpreted([*HEADS, "recurrent"], "eagle3"))
+@pytest.mark.parametrize("name", some_interpreted([*HEADS, "recurrent"], ["eagle3"]))
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING)
 
 
-@pytest.mark.parametrize("name", some_interpreted(["dflash", *LAYERED], "mtp 3"))
+@pytest.mark.parametrize("name", some_interpreted(["dflash", *LAYERED], ["mtp 3"]))
 def test_lanes_of_chains_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING, changing=CHAINS, name=name)
 

@@ -26,7 +26,7 @@ from tests.helpers.drafting import (
     propose,
 )
 from tests.helpers.head_oracle import Behind, best_paths, path_values
-from tests.helpers.kernel_device import kernel_device
+from tests.helpers.kernel_device import kernel_device, some_interpreted
 from tests.helpers.twin_drafters import (
     MAX_SEQUENCES,
     SAMPLED,
@@ -80,10 +80,7 @@ def _twins(head: DraftHead) -> TwinDrafters:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        pytest.param(*case, marks=pytest.mark.interpreter if case in INTERPRETED else ())
-        for case in itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES)
-    ],
+    some_interpreted(itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES), INTERPRETED),
     ids=str,
 )
 def test_kinds_of_sampling_score_as_requests_do(
@@ -103,10 +100,7 @@ def test_kinds_of_sampling_score_as_requests_do(
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.interpreter if shape == SHAPES[3] else ())
-        for shape in SHAPES
-    ],
+    some_interpreted(SHAPES, [SHAPES[3]]),
     ids=str,
 )
 def test_a_language_models_trees_score_as_requests_do(decoder: Decoder, shape: TreeShape) -> None:
@@ -124,10 +118,7 @@ def test_a_language_models_trees_score_as_requests_do(decoder: Decoder, shape: T
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.interpreter if shape == SHAPES[1] else ())
-        for shape in SHAPES
-    ],
+    some_interpreted(SHAPES, [SHAPES[1]]),
     ids=str,
 )
 def test_a_model_of_another_family_grows_trees_of_the_targets_tokens(
@@ -147,10 +138,7 @@ def test_a_model_of_another_family_grows_trees_of_the_targets_tokens(
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.interpreter if shape == SMALL else ())
-        for shape in SHAPES
-    ],
+    some_interpreted(SHAPES, [SMALL]),
     ids=str,
 )
 def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: TreeShape) -> None:
@@ -177,10 +165,7 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        pytest.param(*case, marks=pytest.mark.interpreter if case in WALKED else ())
-        for case in itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES)
-    ],
+    some_interpreted(itertools.product(["mapped", "eagle3", "eagle3.1"], SHAPES), WALKED),
     ids=str,
 )
 def test_heads_prepare_for_verdicts_by_the_states_of_the_path_to_them(
@@ -196,7 +181,7 @@ def test_heads_prepare_for_verdicts_by_the_states_of_the_path_to_them(
     twins.send_all(*batch)
     twins.whole.lookahead.budget = 3
     trees = twins.trees(shape, *batch)
-    for _ in range(1 if IS_INTERPRETING else 4):
+    for _ in range(2 if IS_INTERPRETING else 4):
         prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
         for place, sequence in enumerate(batch):
             found = [each for each in prepared if each.sequence is sequence]

@@ -174,7 +174,7 @@ def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_f
 
 
 @pytest.mark.parametrize(("num_cold", "warm_s"), [(0, 1), (40, 4)], ids=["warm", "slow at first"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.002])
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.002])
 def test_a_fresh_distant_draft_is_used_at_once_and_stays_in_use(
     decoder: Decoder, delay_s: float, num_cold: int, warm_s: int
 ) -> None:
