@@ -85,11 +85,21 @@ class AttentionBackend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of a loader in addition to dtype and device."""
+    """Options of a loader in addition to dtype and device.
+
+    Attributes:
+        quantises_lm_head: whether `quantisation` applies to the model's own lm_head, too. That of a
+            target ranks the tokens and keeps its type.
+    """
 
     load_format: LoadFormat = LoadFormat.AUTO
     quantisation: Quantisation = Quantisation.UNQUANT
+    quantises_lm_head: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO
+
+    @property
+    def lm_head_quantisation(self) -> Quantisation:
+        return self.quantisation if self.quantises_lm_head else Quantisation.UNQUANT
 
 
 def device_problems(name: str) -> tuple[str, ...]:

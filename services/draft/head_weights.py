@@ -18,6 +18,8 @@ from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shared.models.decoder import Decoder
     from shared.models.heads.head import DraftHead
 
@@ -91,7 +93,7 @@ class HeadWeights:
         """Returns the running draft model, and the folder's on the same device, so that the swap
         itself is a copy within the device."""
         from services.draft.drafter_factory import target_vocabulary
-        from services.draft.drafters.model_factory import language_model_options
+        from services.draft.drafters.model_factory import draft_options
         from services.draft.drafters.standalone import StandaloneDrafter
         from shared.models.loader import load_decoder
         from shared.models.weights import SERVING_PACE
@@ -106,7 +108,7 @@ class HeadWeights:
             folder,
             dtype=dtype,
             device=device,
-            options=language_model_options(self._settings, running.config, dtype, device),
+            options=draft_options(self._settings, running.config, dtype, device),
             pace=SERVING_PACE,
             vocabulary=target_vocabulary(self._settings),
             vocab_size=running.config.vocab_size,
@@ -116,26 +118,28 @@ class HeadWeights:
     def _heads(self, folder: Path) -> tuple[DraftHead, DraftHead]:
         """Returns the running head, and the folder's."""
         from services.draft.drafters.eagle import EagleDrafter
-        from services.draft.drafters.model_factory import read_head
+        from services.draft.drafters.model_factory import draft_options, read_head
         from shared.models.config import ModelConfig
         from shared.models.heads.target_tensors import Table, TargetTensors
         from shared.models.weights import SERVING_PACE
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
-        # The new head takes the target's tensors from the running head, without reading them again.
-        tables = {
-            Table.EMBEDDING: running.embedding,
-            Table.LM_HEAD: running.vocabulary.lm_head.dense(),
-        }
-        shared = TargetTensors(ModelConfig.from_folder(settings.target_folder), tables.__getitem__)
+        dtype, device = running.dtype, running.device
+
+        def table_of(table: Table) -> Tensor:
+            """Takes the target's tensors from the running head, without reading them again."""
+            is_head = table is Table.LM_HEAD
+            return running.vocabulary.lm_head.dense() if is_head else running.embedding
+
+        shared = TargetTensors(ModelConfig.from_folder(settings.target_folder), table_of)
         new = read_head(
             settings.algorithm,
             folder,
             shared,
-            dtype=running.dtype,
-            device=running.device,
-            options=settings.model_options,
+            dtype=dtype,
+            device=device,
+            options=draft_options(settings, running.config, dtype, device),
             pace=SERVING_PACE,
         )
         if settings.algorithm is Algorithm.EAGLE:

@@ -86,8 +86,8 @@ class DraftSettings(DialingSettings):
     )
     speculative_draft_model_quantization: Quantisation | None = setting(
         None,
-        "quantise the weights of the draft's layers to 8 bits; embedding and lm_head stay; unset: "
-        "fp8 for a dense language model in 16 bits on a GPU of compute capability 9.0 or above",
+        "quantise the draft's weights to 8 bits, except for the embedding and an lm_head that is "
+        "the target's; unset: fp8 for a dense draft in 16 bits on compute capability 9.0 or above",
     )
     speculative_attention_mode: AttentionMode = setting(
         AttentionMode.PREFILL,
@@ -298,6 +298,7 @@ class DraftSettings(DialingSettings):
         return ModelOptions(
             load_format=self.speculative_draft_load_format,
             quantisation=self.speculative_draft_model_quantization or Quantisation.UNQUANT,
+            quantises_lm_head=True,
             attention_backend=self.speculative_draft_attention_backend,
         )
 

@@ -110,9 +110,8 @@ def load_decoder(
     """Reads config and weights to `device`, cast to `dtype`.
 
     Args:
-        options: quantisation applies to the layers only: the embedding is a table of rows, and the
-            lm_head may be the same tensor, and it ranks the tokens. Matrices that the checkpoint
-            has in 8 bits stay in them, see `stays_stored`.
+        options: quantisation does not apply to the embedding, which is a table of rows. Matrices
+            that the checkpoint has in 8 bits stay in them, see `stays_stored`.
         group: processes that share the model; each reads its part, see `Shard`.
         vocabulary: maps this model's tokens to the ids of another, which it then uses; else None.
         vocab_size: number of ids of that model, or of one with the same tokenizer; 0 keeps the
@@ -199,6 +198,8 @@ def build_decoder(
     """
     embedding = tensors.pop("embedding")
     head = embedding if config.tie_word_embeddings else tensors.pop("lm_head")
+    lm_head = Linear.of(head, None, options.lm_head_quantisation)
+    del head
     layers = tuple(
         build_layer(
             config,
@@ -215,7 +216,7 @@ def build_decoder(
         embedding=embedding,
         layers=layers,
         norm=norm_from(config, tensors, "norm"),
-        lm_head=replace(Linear.of(head), cap=config.logit_cap),
+        lm_head=replace(lm_head, cap=config.logit_cap),
         rotary=Rotary(config.rope, config.rotary_dim, device),
         attention_backend=options.attention_backend,
         group=group,

@@ -215,11 +215,17 @@ class _Idle:
         return future
 
 
+@pytest.mark.parametrize("quantisation", ["unquant", "int8"])
 def test_weights_lie_where_they_lay(
-    target: Path, heads: tuple[Path, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    heads: tuple[Path, Path],
+    kind: str,
+    quantisation: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, weights = _running(_draft_settings(kind, heads[0], target))
-    second, _ = _running(_draft_settings(kind, heads[1], target))
+    flags = ("--speculative-draft-model-quantization", quantisation)
+    first, weights = _running(_draft_settings(kind, heads[0], target, *flags))
+    second, _ = _running(_draft_settings(kind, heads[1], target, *flags))
     copy, paces = weights_module.copy_weights, list[CopyPace]()
 
     def noted(copies: Iterable[WeightCopy], device: torch.device, pace: CopyPace) -> Iterator[int]:

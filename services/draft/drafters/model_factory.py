@@ -26,6 +26,7 @@ from services.followers import Followers, Seat, check_shard, rank_devices
 from services.ranks import Ranks
 from shared.errors import CheckpointError, SettingsError, raise_problems
 from shared.kernels.linear import keeps_row_bits
+from shared.kernels.quantised import QuantisedWeight
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvLayout, KvPool
 from shared.layers.linear import num_saved_bytes
@@ -80,6 +81,9 @@ def device_for(settings: DraftSettings) -> torch.device:
 def log_quantisation(model: object) -> None:
     """Logs the memory that 8-bit weights save, if there are any."""
     size_bytes = num_saved_bytes(model)
+    if isinstance(model, Decoder) and isinstance(model.lm_head.weight, QuantisedWeight):
+        # A tied embedding stays in memory beside the lm_head.
+        size_bytes -= model.embedding.nbytes if model.config.tie_word_embeddings else 0
     if size_bytes:
         log.info("8-bit layers save %.1f MiB", size_bytes / 2**20)
 
@@ -285,7 +289,8 @@ def build_head(settings: DraftSettings, host: Host) -> EagleDrafter:
     tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
     is_shorter = is_cut_short(context, target.max_position_embeddings)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "options": settings.model_options}
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    options["options"] = draft_options(settings, config, dtype, device)
     if algorithm is not Algorithm.MTP:
         options["token_map"] = _token_map(settings, target.vocab_size)
     head = read_head(algorithm, folder, tensors, **options)
@@ -366,7 +371,8 @@ def build_dflash(settings: DraftSettings, host: Host) -> DflashDrafter:
     raise_problems(block_problems(settings, block_size))
     longest = config.layers.max_position_embeddings
     context = context_for(settings, longest, margin_tokens=block_size)
-    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
+    options = draft_options(settings, config.layers, dtype, device)
+    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=options)
     log_quantisation(head)
     log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
     pool, leases = allocate_kv(
@@ -408,15 +414,20 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
 # Language models.
 
 
-def language_model_options(
-    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+def draft_options(
+    settings: DraftSettings,
+    config: HeadConfig | ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ModelOptions:
-    """Returns how to load a language model that drafts.
+    """Returns how to load a draft model or a draft head.
 
     A dense one in 16 bits is loaded in FP8 where the device has kernels for it, unless the settings
     name a quantisation: it reads half the bytes, and an inexact draft never changes a token.
     """
     options, folder = settings.model_options, settings.model_folder
+    if isinstance(config, HeadConfig):
+        config = config.sizes
     is_set = settings.speculative_draft_model_quantization is not None
     is_quantised = QUANTIZATION_CONFIG in ConfigFile.read(folder / CONFIG_FILE)
     if is_set or is_quantised or config.experts is not None:
@@ -472,7 +483,7 @@ def build_model(
         folder,
         dtype=dtype,
         device=device,
-        options=language_model_options(settings, config, dtype, device),
+        options=draft_options(settings, config, dtype, device),
         show_progress=leader is not None or group is None,
         group=group,
         vocabulary=vocabulary,

@@ -21,7 +21,7 @@ from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
-from shared.model_options import ModelOptions
+from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint, open_weights
 from shared.models.config import ModelConfig
 from shared.models.decoder_weights import (
@@ -188,8 +188,8 @@ def load_head(
     Args:
         token_map: `[Vd]` int64, the only tokens that an EAGLE head may propose; EAGLE3 heads have
             their own map.
-        options: quantisation applies to the layer. Embedding and lm_head are not quantised, see
-            `load_decoder`, nor is an `fc` that the target applies.
+        options: quantisation does not apply to the embedding, to an lm_head that is the target's
+            own tensor, or to an `fc` that the target applies.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or made for another target; the
@@ -271,6 +271,7 @@ class _HeadBuilder:
     def _vocabulary(self, norm: RmsNorm | None, token_map: Tensor | None) -> DraftVocabulary:
         config = self._config
         weight = self._tensors.pop("lm_head", None)
+        quantisation = self._options.lm_head_quantisation
         if weight is None:
             weight = self._target.lm_head()
             if weight.shape[1] != config.sizes.hidden_size:
@@ -278,11 +279,14 @@ class _HeadBuilder:
                     f"{self._folder}: lm_head.weight is missing; the target's has shape "
                     f"{list(weight.shape)}, the head's hidden_size is {config.sizes.hidden_size}"
                 )
-            if token_map is not None:
+            if token_map is None:
+                quantisation = Quantisation.UNQUANT
+            else:
                 weight = weight.index_select(0, token_map)
         size = weight.shape[0]
         norms = () if norm is None else (norm,)
-        return DraftVocabulary(norms, Linear.of(weight), token_map, config.vocab_size, size)
+        lm_head = Linear.of(weight, None, quantisation)
+        return DraftVocabulary(norms, lm_head, token_map, config.vocab_size, size)
 
     def _features(self, dtype: torch.dtype) -> tuple[FeatureSpec, FeatureFusion | None]:
         """Returns the features, and the fusion on the draft's side. The target applies an `fc`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,39 @@ def test_memory_shrinks_by_three_bytes_an_element_of_the_layers(
     assert num_saved_bytes(_decoder(target, Quantisation.UNQUANT)) == 0
 
 
-def test_embedding_and_lm_head_keep_their_type(target: Path, tmp_path: Path) -> None:
-    decoder = _decoder(target, Quantisation.INT8)
-    head = _head(tmp_path, EAGLE3, target, Quantisation.INT8)
-    assert decoder.embedding.dtype is head.embedding.dtype is torch.float32
-    for lm_head in (decoder.lm_head, head.vocabulary.lm_head):
-        assert not isinstance(lm_head.weight, QuantisedWeight)
+@pytest.mark.parametrize("is_draft", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_drafts_lm_head_is_quantised_a_targets_and_all_embeddings_are_not(
+    tmp_path: Path, is_tied: bool, is_draft: bool
+) -> None:
+    shape = replace(SHAPE, tie_word_embeddings=is_tied)
+    folder = write_checkpoint(tmp_path, shape=shape)
+    options = ModelOptions(quantisation=Quantisation.INT8, quantises_lm_head=is_draft)
+    decoder = load_decoder(folder, dtype=torch.float32, device=CPU, options=options)
+    assert decoder.embedding.dtype is torch.float32
+    assert isinstance(decoder.lm_head.weight, QuantisedWeight) is is_draft
+    plain = load_decoder(folder, dtype=torch.float32, device=CPU)
+    close = torch.isclose(decoder.lm_head.dense(), plain.lm_head.dense(), rtol=0.0, atol=5e-3)
+    assert close.all()
+
+
+def test_a_heads_lm_head_is_quantised_unless_it_is_the_targets(
+    target: Path, tmp_path: Path
+) -> None:
+    for head, has_map, expected in (
+        (EAGLE3, False, True), (EAGLE, False, False), (EAGLE, True, True)
+    ):  # fmt: skip
+        loaded = load_head(
+            write_head(tmp_path / head.kind, head),
+            HeadKind(head.kind),
+            TargetFolder(target, dtype=torch.float32, device=CPU),
+            dtype=torch.float32,
+            device=CPU,
+            token_map=torch.arange(5) if has_map else None,
+            options=ModelOptions(quantisation=Quantisation.INT8, quantises_lm_head=True),
+        )
+        assert isinstance(loaded.vocabulary.lm_head.weight, QuantisedWeight) is expected
+        assert loaded.embedding.dtype is torch.float32
 
 
 def _is_quantised(*layers: Linear) -> bool:

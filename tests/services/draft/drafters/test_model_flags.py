@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from services.draft.drafter_factory import build_drafter
-from services.draft.drafters.model_factory import language_model_options
+from services.draft.drafters.model_factory import draft_options
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.kernels import linear
 from shared.model_options import Dtype, Quantisation
 from shared.models.config import ModelConfig
+from shared.models.heads.config import HeadConfig, HeadKind
 from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.draft_heads import TinyHead, write_head
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,35 @@ def test_a_language_model_is_in_fp8_where_the_device_multiplies_it(
     settings = _settings(folder, *arguments)
     device = torch.device("cpu")
     dtype = torch.bfloat16 if settings.dtype is Dtype.AUTO else torch.float32
-    options = language_model_options(settings, ModelConfig.from_folder(folder), dtype, device)
+    options = draft_options(settings, ModelConfig.from_folder(folder), dtype, device)
     assert options.quantisation is expected
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "expected"), [(256, Quantisation.FP8), (192, Quantisation.UNQUANT)]
+)
+def test_so_is_a_head(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    intermediate_size: int,
+    expected: Quantisation,
+) -> None:
+    monkeypatch.setattr(linear, "is_hopper", lambda device: True)
+    target = ModelConfig.from_folder(
+        write_checkpoint(tmp_path / "target", shape=TinyShape(hidden_size=128))
+    )
+    head = TinyHead(
+        vocab_size=target.vocab_size,
+        hidden_size=128,
+        target_hidden_size=128,
+        head_dim=32,
+        intermediate_size=intermediate_size,
+    )
+    folder = write_head(tmp_path / "head", head)
+    config = HeadConfig.from_folder(folder, HeadKind.EAGLE, target)
+    options = draft_options(_settings(folder), config, torch.bfloat16, torch.device("cpu"))
+    assert options.quantisation is expected
+    assert options.lm_head_quantisation is expected
 
 
 def test_a_window_bounds_the_context_beside_the_tree(folder: Path) -> None:
