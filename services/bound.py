@@ -35,7 +35,7 @@ def end_with_parent() -> None:
 
 def call_unpickled(call: bytes, pipe: Connection) -> None:
     """Calls a function with arguments and then the pipe; `call` is the pickled function and
-    arguments. Runs in a spawned process. Unpickling loads modules, so garbage collection is off."""
+    arguments. Runs in a new process. Unpickling loads modules, so garbage collection is off."""
     collect_none()
     function, arguments = pickle.loads(call)
     collect_from_here()

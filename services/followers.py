@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import NoReturn, Protocol, TypeAlias
 
 import torch
@@ -127,7 +127,7 @@ class Followers:
         address = ranks.address or f"127.0.0.1:{store.port}"
         self._service = service
         self._hosts = await_hosts(ranks, store, terms)
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[BaseProcess] = []
         pipes: dict[Connection, str] = {}
         for rank, device in zip(ranks.here[1:], devices[1:], strict=True):
             own_end, other_end = multiprocessing.Pipe()
@@ -225,10 +225,12 @@ def follow_first_host(
     _exit_without(failed if failed and links.control not in ended else [links.name], service)
 
 
-def _start(work: Work, seat: Seat, pipe: Connection) -> SpawnProcess:
+def _start(work: Work, seat: Seat, pipe: Connection) -> BaseProcess:
     """Starts a follower, which owns the pipe from now on."""
     call = pickle.dumps((_run_follower, (work, seat)))
-    context = multiprocessing.get_context("spawn")
+    # Loading torch takes seconds of a processor: one process does it, and followers are its forks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     process = context.Process(target=call_unpickled, args=(call, pipe), name=seat.name)
     process.start()
     pipe.close()
@@ -249,7 +251,7 @@ def _exit_after(grace_s: float) -> None:
     timer.start()
 
 
-def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str]:
+def end_processes(processes: Sequence[BaseProcess], grace_s: float) -> list[str]:
     """Waits for processes to end, and kills those that take longer than `grace_s`.
 
     Returns:

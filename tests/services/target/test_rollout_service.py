@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.followers import process_with_torch
 from tests.helpers.serving import free_ports
 from tests.helpers.step_hold import hold_outputs
 
@@ -346,8 +346,7 @@ def _train(port: int, updates: Sequence[tuple[Path, bool]], num_sent: int | None
 
 
 def _trainer(port: int, *updates: tuple[Path, bool], num_sent: int | None = None) -> Any:
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_train, args=(port, updates, num_sent))
+    process = process_with_torch(_train, port, updates, num_sent)
     process.start()
     return process
 
