@@ -72,7 +72,7 @@ class ModelledPair:
                 )
                 sink.num_open, num_left = sink.num_open + 1, num_left - 1
             if not self._engine.step():
-                self._clock.idle()
+                self._clock.idle(self._engine)
         return sum(count for _, count in sink.tokens) / (self._clock.now_s - start_s)
 
     def _set(self, mode: str) -> None:

@@ -22,8 +22,8 @@ from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.tokens import NO_REPORT, Candidate, DraftReport, TokenTree, TreeRequest, TreeShape
 from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine
 
-IDLE_S = 0.0005
-"""Longest step of the clock while the engine is idle."""
+IDLE_S, SHORTEST_S = 0.0005, 1e-6
+"""Sleeps of an idle engine: one that nothing would end, and the shortest."""
 
 StepTime = Callable[[int], float]
 DraftTime = Callable[[int, int], float]
@@ -58,9 +58,15 @@ class ModelClock:
             action()
         self.now_s = end_s
 
-    def idle(self) -> None:
-        """Spends time until the next action, at most `IDLE_S`."""
-        self.advance(min(max(self.next_due_s - self.now_s, 0.0), IDLE_S))
+    def idle(self, engine: Engine) -> None:
+        """Spends the time that an engine without work sleeps: until the next action, which may
+        wake it, or as long as it would by itself; `IDLE_S` if neither ends its sleep."""
+        timeout_s = engine._loop.idle_timeout_s()
+        until_due_s = max(self.next_due_s - self.now_s, 0.0)
+        if timeout_s is not None:
+            self.advance(min(until_due_s, max(timeout_s, SHORTEST_S)))
+        else:
+            self.advance(until_due_s if self._due else IDLE_S)
 
 
 class TimedRunner(ModelRunner):
@@ -211,7 +217,7 @@ def run_timed(
     for step in itertools.count():
         assert step < 50_000, "the engine does not come to an end"
         if not engine.step():
-            clock.idle()
+            clock.idle(engine)
         ended = [
             key for key, events in collector.events.items()
             if isinstance(events[-1], Finished | Failed)

@@ -536,7 +536,7 @@ def serve(
             num_tokens = split.num_tokens // 2 + 37 * key % split.num_tokens
             engine.submit(plain_request(num_tokens, split.num_prompt_tokens), sink, key)
         if not engine.step():
-            clock.idle()
+            clock.idle(engine)
     return Served(sink.tokens, drafts)
 
 
