@@ -78,6 +78,33 @@ def device_for(settings: DraftSettings) -> torch.device:
     return device
 
 
+def draft_options(
+    settings: DraftSettings,
+    config: HeadConfig | ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelOptions:
+    """Returns how to load a draft model or a draft head.
+
+    A dense one in 16 bits is loaded in FP8 where the device has kernels for it, unless the settings
+    name a quantisation: it reads half the bytes, and an inexact draft never changes a token.
+    """
+    options, folder = settings.model_options, settings.model_folder
+    depths: tuple[int, ...] = ()
+    if isinstance(config, HeadConfig):
+        depths, config = (config.target_hidden_size,), config.sizes
+    is_set = settings.speculative_draft_model_quantization is not None
+    is_quantised = QUANTIZATION_CONFIG in ConfigFile.read(folder / CONFIG_FILE)
+    if is_set or is_quantised or config.experts is not None:
+        return options
+    # Columns of the weight matrices. Each process of a sharded model has a part of the latter two.
+    cut = config.num_heads * config.head_dim, config.intermediate_size
+    depths += config.hidden_size, *(depth // settings.tp_size for depth in cut)
+    if all(keeps_row_bits(device, dtype, depth) for depth in depths):
+        return replace(options, quantisation=Quantisation.FP8)
+    return options
+
+
 def log_quantisation(model: object) -> None:
     """Logs the memory that 8-bit weights save, if there are any."""
     size_bytes = num_saved_bytes(model)
@@ -412,32 +439,6 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
 
 
 # Language models.
-
-
-def draft_options(
-    settings: DraftSettings,
-    config: HeadConfig | ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ModelOptions:
-    """Returns how to load a draft model or a draft head.
-
-    A dense one in 16 bits is loaded in FP8 where the device has kernels for it, unless the settings
-    name a quantisation: it reads half the bytes, and an inexact draft never changes a token.
-    """
-    options, folder = settings.model_options, settings.model_folder
-    if isinstance(config, HeadConfig):
-        config = config.sizes
-    is_set = settings.speculative_draft_model_quantization is not None
-    is_quantised = QUANTIZATION_CONFIG in ConfigFile.read(folder / CONFIG_FILE)
-    if is_set or is_quantised or config.experts is not None:
-        return options
-    # Columns of the weight matrices. Each process of a sharded model has a part of the latter two.
-    cut = config.num_heads * config.head_dim, config.intermediate_size
-    depths = config.hidden_size, *(depth // settings.tp_size for depth in cut)
-    if all(keeps_row_bits(device, dtype, depth) for depth in depths):
-        return replace(options, quantisation=Quantisation.FP8)
-    return options
 
 
 @dataclass(frozen=True, slots=True)

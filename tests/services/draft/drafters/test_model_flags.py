@@ -77,27 +77,34 @@ def test_a_language_model_is_in_fp8_where_the_device_multiplies_it(
 
 
 @pytest.mark.parametrize(
-    ("intermediate_size", "expected"), [(256, Quantisation.FP8), (192, Quantisation.UNQUANT)]
+    ("target_size", "intermediate_size", "expected"),
+    [
+        (128, 256, Quantisation.FP8),
+        (128, 192, Quantisation.UNQUANT),
+        (96, 256, Quantisation.UNQUANT),
+    ],
 )
 def test_so_is_a_head(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    target_size: int,
     intermediate_size: int,
     expected: Quantisation,
 ) -> None:
     monkeypatch.setattr(linear, "is_hopper", lambda device: True)
-    target = ModelConfig.from_folder(
-        write_checkpoint(tmp_path / "target", shape=TinyShape(hidden_size=128))
-    )
+    shape = TinyShape(hidden_size=target_size, num_layers=6)
+    target = ModelConfig.from_folder(write_checkpoint(tmp_path / "target", shape=shape))
     head = TinyHead(
+        kind="EAGLE3",
         vocab_size=target.vocab_size,
         hidden_size=128,
-        target_hidden_size=128,
+        target_hidden_size=target_size,
         head_dim=32,
         intermediate_size=intermediate_size,
+        draft_vocab_size=20,
     )
     folder = write_head(tmp_path / "head", head)
-    config = HeadConfig.from_folder(folder, HeadKind.EAGLE, target)
+    config = HeadConfig.from_folder(folder, HeadKind.EAGLE3, target)
     options = draft_options(_settings(folder), config, torch.bfloat16, torch.device("cpu"))
     assert options.quantisation is expected
     assert options.lm_head_quantisation is expected
