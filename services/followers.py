@@ -225,13 +225,20 @@ def follow_first_host(
     _exit_without(failed if failed and links.control not in ended else [links.name], service)
 
 
+def forked_process(
+    target: Callable[..., None], *arguments: object, name: str | None = None
+) -> BaseProcess:
+    """Returns a process, not yet started, that need not load torch: Python's fork server has loaded
+    it, once for all, and the process is a fork of that server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context.Process(target=target, args=arguments, name=name)
+
+
 def _start(work: Work, seat: Seat, pipe: Connection) -> BaseProcess:
     """Starts a follower, which owns the pipe from now on."""
     call = pickle.dumps((_run_follower, (work, seat)))
-    # Loading torch takes seconds of a processor: one process does it, and followers are its forks.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=call_unpickled, args=(call, pipe), name=seat.name)
+    process = forked_process(call_unpickled, call, pipe, name=seat.name)
     process.start()
     pipe.close()
     return process

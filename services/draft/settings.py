@@ -86,8 +86,8 @@ class DraftSettings(DialingSettings):
     )
     speculative_draft_model_quantization: Quantisation | None = setting(
         None,
-        "quantise the draft's weights to 8 bits, except for the embedding and an lm_head that is "
-        "the target's; unset: fp8 for a dense draft in 16 bits on compute capability 9.0 or above",
+        "quantise the draft's weights to 8 bits, but not its embedding or a target's lm_head; "
+        "unset: fp8 for a dense draft in 16 bits on compute capability 9.0 or above",
     )
     speculative_attention_mode: AttentionMode = setting(
         AttentionMode.PREFILL,

@@ -56,7 +56,7 @@ class Candidates:
         Each keeps the top-k of the draft's own shape, `base`, and scales its number of nodes with
         the depth. A draft whose own trees branch may be asked for chains as well.
         """
-        return _shapes(base, _steps_around(base) if self.steps is None else self.steps)
+        return _shapes(base, self.steps)
 
     def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
         """Returns the tree shapes of device rounds. Where depths are set these are `shapes`; else
@@ -128,7 +128,8 @@ def chain(num_steps: int) -> TreeShape:
 
 
 @lru_cache(maxsize=64)  # the policy asks in every turn
-def _shapes(base: TreeShape, steps: tuple[int, ...]) -> tuple[TreeShape, ...]:
+def _shapes(base: TreeShape, given: tuple[int, ...] | None) -> tuple[TreeShape, ...]:
+    steps = _steps_around(base) if given is None else given
     shapes = {shape_of(base, depth) for depth in steps}
     if base.topk > 1:
         shapes |= {chain(depth) for depth in steps}
@@ -147,7 +148,6 @@ def shape_of(base: TreeShape, num_steps: int) -> TreeShape:
     return TreeShape(num_steps, base.topk, min(num_nodes + 1, MAX_DRAFT_TOKENS))
 
 
-@lru_cache(maxsize=64)
 def _steps_around(base: TreeShape) -> tuple[int, ...]:
     """Returns depths up to about twice the draft's own; it was not made for deeper trees."""
     deepest = min(2 * base.num_steps + 1, MAX_STEPS)

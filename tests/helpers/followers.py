@@ -1,18 +1,8 @@
-"""Processes with torch: those that compute a part of a service's model, and a test's own."""
+"""The processes that a service started to compute a part of its model."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-
-
-def process_with_torch(target: Callable[..., None], *arguments: object) -> ForkServerProcess:
-    """Returns a process to start, which has loaded torch within milliseconds, as followers have."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["services.followers"])
-    return context.Process(target=target, args=arguments)
 
 
 def follower_of(process_id: int) -> int:

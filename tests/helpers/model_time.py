@@ -22,8 +22,10 @@ from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.tokens import NO_REPORT, Candidate, DraftReport, TokenTree, TreeRequest, TreeShape
 from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine
 
-IDLE_S, SHORTEST_S = 0.0005, 1e-6
-"""Sleeps of an idle engine: one that nothing would end, and the shortest."""
+IDLE_S = 0.0005
+"""How long an engine sleeps that nothing would wake."""
+SHORTEST_S = 1e-6
+"""The shortest sleep, so that the clock advances."""
 
 StepTime = Callable[[int], float]
 DraftTime = Callable[[int, int], float]

@@ -238,6 +238,8 @@ def test_weights_lie_where_they_lay(
     assert not torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
     assert weights.take(heads[1], "1") > 0.0
     assert norm.data_ptr() == address
+    own, other = first.head.vocabulary.lm_head.dense(), second.head.vocabulary.lm_head.dense()
+    assert torch.equal(own, other)
     for name in ("qkv", "output"):
         own = getattr(first.head.layers[0].attention, name).dense()
         assert torch.equal(own, getattr(second.head.layers[0].attention, name).dense())

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save, save_file
 
+from services.followers import forked_process
 from services.target.weight_stager import WeightStager
 from shared.models import weight_update
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.followers import process_with_torch
 from tests.helpers.rollout_server import Server, rollout_server
 from tests.helpers.serving import free_ports
 
@@ -200,7 +200,7 @@ async def test_what_a_group_sends_does_not_fit_and_then_its_rank_dies(
     odd, norm = good[Q][:-1].contiguous(), good[NORM]
     torch.save([odd, good[Q], norm, norm], tmp_path / "sent.pt")
     port = next(free_ports(1))
-    trainer = process_with_torch(_broadcast, port, tmp_path / "sent.pt")
+    trainer = forked_process(_broadcast, port, tmp_path / "sent.pt")
     async with _unchanged(old) as server:
         never = _sent({NORM: norm.shape})
         await _refused(server, never, "WEIGHT_GROUP_MISSING", "was never joined")

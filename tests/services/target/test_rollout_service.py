@@ -18,6 +18,7 @@ import torch.distributed as dist
 from grpc import StatusCode, aio
 from safetensors.torch import load_file, save
 
+from services.followers import forked_process
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
@@ -30,7 +31,6 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.followers import process_with_torch
 from tests.helpers.serving import free_ports
 from tests.helpers.step_hold import hold_outputs
 
@@ -346,7 +346,7 @@ def _train(port: int, updates: Sequence[tuple[Path, bool]], num_sent: int | None
 
 
 def _trainer(port: int, *updates: tuple[Path, bool], num_sent: int | None = None) -> Any:
-    process = process_with_torch(_train, port, updates, num_sent)
+    process = forked_process(_train, port, updates, num_sent)
     process.start()
     return process
 
