@@ -87,9 +87,7 @@ async def _serve(settings: DraftSettings) -> None:
 
 
 def _followers(settings: DraftSettings) -> Followers | None:
-    """Starts the other processes of a sharded model, if there are any. They end with the thread
-    that starts them, see `end_with_parent`. A thread of the event loop's pool lasts as long as the
-    loop."""
+    """Starts the other processes of a sharded model, if there are any."""
     if settings.tp_size == 1:
         return None
     # A worker without a model runs where torch is not installed.
