@@ -49,7 +49,7 @@ VOCAB_SIZE = 24
 
 
 def tiny_decoder(
-    folder: Path, device: torch.device = CPU, *, seed: int = 3, num_layers: int = 3
+    folder: Path, device: torch.device = CPU, *, seed: int = 3, num_layers: int = 2
 ) -> Decoder:
     """Returns a random decoder with a small vocabulary, so that drafts also hit by chance.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -27,4 +28,15 @@ def some_interpreted(cases: Iterable[Any], interpreted: Container[Any]) -> list[
             marks=pytest.mark.interpreter if case in interpreted else (),
         )
         for case in cases
+    ]
+
+
+def crossed(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns all combinations of parameters' values; in the interpreter every second one, such
+    that any two values of two parameters still meet if a third parameter has two values."""
+    numbered = itertools.product(*(enumerate(each) for each in values))
+    return [
+        tuple(value for _, value in case)
+        for case in numbered
+        if not IS_INTERPRETING or sum(number for number, _ in case) % 2 == 0
     ]

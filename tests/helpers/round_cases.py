@@ -44,8 +44,14 @@ HEADS = {
         config={"norm_output": True},
     ),
 }
-BLOCKS = TinyDflash(vocab_size=VOCAB_SIZE, mask_token_id=VOCAB_SIZE - 1)
-_MTP_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
+NUM_LAYERS = 4
+BLOCKS = TinyDflash(
+    vocab_size=VOCAB_SIZE,
+    mask_token_id=VOCAB_SIZE - 1,
+    target_layer_ids=(0, 1, 2),
+    config={"num_target_layers": NUM_LAYERS},
+)
+_MTP_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=NUM_LAYERS)
 MTP = {"mtp": TinyMtp(shape=_MTP_TARGET), "mtp mimo": TinyMtp("mimo", shape=_MTP_TARGET)}
 """Heads of one next-token layer, which draft trees."""
 LAYERED = {
@@ -77,15 +83,17 @@ SAMPLINGS = {
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
     """Returns pairs by name: a small target with each of `HEADS`, `MTP` and `LAYERED`, with a head
     that drafts blocks ("dflash"), and a target with linear attention ("recurrent")."""
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=NUM_LAYERS)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     pairs = {
         name: load_pair(folder, factory.mktemp("head"), head, device)
         for name, head in HEADS.items()
     }
-    kinds = ["linear_attention", "full_attention", "linear_attention"] * 2
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
     overrides = DELTA | {"layer_types": kinds}
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6, head_dim=16, overrides=overrides)
+    shape = TinyShape(
+        vocab_size=VOCAB_SIZE, num_layers=NUM_LAYERS, head_dim=16, overrides=overrides
+    )
     recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
     pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
     blocks = load_block_pair(folder, factory.mktemp("head"), BLOCKS, device)
@@ -128,6 +136,8 @@ def host_rounds(
 CHAINS = (TreeShape(4, 1, 5), TreeShape(2, 1, 3), TreeShape(1, 1, 2))
 """Chains drafted as blocks. A tree over block scores is grown differently by the host."""
 CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
+if IS_INTERPRETING:
+    CHANGING = (TreeShape(2, 1, 3), TreeShape(2, 2, 6), TreeShape(1, 1, 2))
 """Shapes of successive rounds: with fewer and with more open rows, in fused kernels and without."""
 
 

@@ -60,7 +60,7 @@ def load_heads(
     factory: pytest.TempPathFactory, device: torch.device, names: Sequence[str] = tuple(HEADS)
 ) -> dict[str, DraftHead]:
     """Returns some of `HEADS` in float32, by their names."""
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     target = TargetFolder(folder, dtype=torch.float32, device=device)
     token_map = torch.tensor(sorted(random.Random(5).sample(range(VOCAB_SIZE), 12)))

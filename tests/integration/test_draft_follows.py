@@ -29,7 +29,7 @@ from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.served import Target, running_draft, serving_target
 
 VOCAB_SIZE = 300
-SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=2, max_position_embeddings=512)
 WAIT_S = 60.0
 
 

@@ -46,7 +46,7 @@ _SHAPE = (
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=6), seed=3)
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=4), seed=3)
     return write_byte_tokenizer(folder)
 
 

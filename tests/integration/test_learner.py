@@ -35,7 +35,7 @@ WAIT_S = 300.0
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
     write_checkpoint(folder, "llama", shape, seed=3, with_tokenizer=True)
     return folder
 
@@ -213,7 +213,7 @@ async def test_other_weights_of_the_target_are_learnt_from_anew(
     target_folder: Path, head_folder: Path, algorithm: str, tmp_path: Path
 ) -> None:
     other = write_checkpoint(
-        tmp_path / "other", "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=6), seed=4
+        tmp_path / "other", "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=4), seed=4
     )
     async with serving_target(target_folder) as target:
         flags = ("--target", target.address, "--lesson-tokens", "1000000")

@@ -45,7 +45,7 @@ def _shuffled(num_kept: int = SIZE) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyShape(vocab_size=SIZE)
+    shape = TinyShape(num_layers=2, vocab_size=SIZE)
     folder = tmp_path_factory.mktemp("target")
     return write_checkpoint(folder, "llama", shape, seed=3, with_tokenizer=True)
 
@@ -98,7 +98,7 @@ async def test_the_number_of_ids_may_differ_where_the_tokenizer_does_not(
     folder: Path, tmp_path: Path, num_ids: int, temperature: float
 ) -> None:
     """Models of one family fill their tables up to different sizes."""
-    shape = TinyShape(vocab_size=num_ids)
+    shape = TinyShape(num_layers=2, vocab_size=num_ids)
     draft = tmp_path / "draft"
     write_checkpoint(draft, "llama", shape, seed=3, with_tokenizer=True)
     async with running_target(_embedded(folder, draft, "--device-rounds", "on")) as target:
@@ -108,7 +108,7 @@ async def test_the_number_of_ids_may_differ_where_the_tokenizer_does_not(
 async def test_a_remote_draft_has_the_ids_of_the_target_that_is_named(
     folder: Path, tmp_path: Path
 ) -> None:
-    shape, draft = TinyShape(vocab_size=SIZE - 20), tmp_path / "draft"
+    shape, draft = TinyShape(num_layers=2, vocab_size=SIZE - 20), tmp_path / "draft"
     write_checkpoint(draft, "llama", shape, seed=3, with_tokenizer=True)
     flags = ("--tokenizer", str(folder))
     async with serving_target(folder, device_rounds=DeviceRoundsChoice.ON) as target:
@@ -171,7 +171,11 @@ async def test_weights_that_are_swapped_in_are_mapped_again(
     folder: Path, other: Path, tmp_path: Path
 ) -> None:
     worse = write_checkpoint(
-        tmp_path / "worse", "llama", TinyShape(vocab_size=SIZE), seed=9, with_tokenizer=True
+        tmp_path / "worse",
+        "llama",
+        TinyShape(num_layers=2, vocab_size=SIZE),
+        seed=9,
+        with_tokenizer=True,
     )
     first = renumbered(worse, tmp_path / "first", _shuffled())
     async with serving_target(folder) as target:

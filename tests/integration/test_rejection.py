@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
-    return tiny_decoder(folder)
+    return tiny_decoder(folder, num_layers=3)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.helpers.step_hold import hold_outputs
 
 # Tables of up to 16,384 elements would be the memory of the target: nothing to follow.
 VOCAB_SIZE = 520
-SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=2, max_position_embeddings=512)
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7], [9, 8, 7, 6, 5])
 
 

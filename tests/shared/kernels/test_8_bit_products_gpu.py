@@ -17,7 +17,7 @@ from shared.kernels.linear import (
 )
 from shared.kernels.pointwise import Partials, silu_mul, total_of
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_rows
-from tests.helpers.kernel_device import kernel_device
+from tests.helpers.kernel_device import crossed, kernel_device
 from tests.helpers.products import multiplied, product_error, rounding_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
@@ -126,9 +126,7 @@ def test_a_row_that_is_not_finite_stays_so_and_leaves_others_alone(
     _assert_same(found[[0, 2]], expected[[0, 2]], stored)
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("block_rows", ROWS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "block_rows", "stored"), crossed(SIZES, ROWS, STORED))
 def test_rows_keep_their_bits_in_every_product(
     size: tuple[int, int], block_rows: int | None, stored: torch.dtype
 ) -> None:

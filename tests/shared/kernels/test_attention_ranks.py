@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.attention import Attention
@@ -66,7 +67,8 @@ def _check(folder: Path, family: str, device: torch.device, backend: AttentionBa
         for rank in range(NUM_RANKS)
     ]
     known = rank_batches(device)
-    for batch in (*known, *(replace(each, extents=()) for each in known)):
+    padded = known[1:2] if IS_INTERPRETING else known
+    for batch in (*known, *(replace(each, extents=()) for each in padded)):
         expected = _attended(decoder, batch, whole)
         parts = torch.stack([_attended(decoder, batch, pool) for pool in pools])
         torch.testing.assert_close(parts.sum(0), expected, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.linear import linear
 from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix
-from tests.helpers.kernel_device import kernel_device
+from tests.helpers.kernel_device import crossed, kernel_device
 from tests.helpers.products import multiplied, product_error, rounded_rows, rounding_of
 
 STORED = (torch.int8, torch.float8_e4m3fn)
@@ -110,11 +110,10 @@ def test_products_are_those_of_the_expanded_weight(
 
 @pytest.mark.gpu
 @pytest.mark.interpreter
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize("depth", [384, 200])
-@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "rows", "tile", "depth", "is_hopper"),
+    crossed(STORED, ROWS, (16, 64), (384, 200), (True, False)),
+)
 def test_products_of_experts_equal_plain_torch(
     stored: torch.dtype,
     rows: int,

@@ -41,7 +41,7 @@ from tests.helpers.drafting import (
 from tests.helpers.head_oracle import Behind, HeadOracle, Values, best_paths, path_values
 
 PAGE_SIZE = 4
-TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
 TOKEN_MAP = sorted(random.Random(5).sample(range(VOCAB_SIZE), 12))
 SHAPES = [
     TreeShape(1, 1, 2),

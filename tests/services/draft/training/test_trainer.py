@@ -48,7 +48,7 @@ print([path.read_text() for path in Path("/proc/self/task").glob("*/comm")])
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
     folder = tmp_path_factory.mktemp("target")
     write_checkpoint(folder, shape=shape, seed=2)
     return folder

@@ -31,7 +31,7 @@ SAMPLING = SamplingParams(seed=7)
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"), num_layers=3)
 
 
 def _spec(decoder: Decoder, layers: tuple[int, ...] = (1, 3, 4), width: int = 8) -> FeatureSpec:

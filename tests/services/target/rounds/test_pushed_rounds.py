@@ -72,7 +72,7 @@ CHOICES: dict[str, Callable[[EarlyLaunch, Iterable[float], float], bool]] = {
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return tiny_decoder(tmp_path_factory.mktemp("decoder"))
+    return tiny_decoder(tmp_path_factory.mktemp("decoder"), num_layers=3)
 
 
 @pytest.fixture(scope="module")
