@@ -144,20 +144,24 @@ class LinearWeight:
 
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
+        is_small: whether the plain tensor is multiplied row by row.
         counters: see `tile_counters`; None unless the CUDA kernel computes the products.
     """
 
     values: Tensor
     is_packed: bool
+    is_small: bool = False
     counters: Tensor | None = None
 
     @classmethod
     def prepare(cls, weight: Tensor) -> LinearWeight:
         """Packs `weight` `[N, K]` if its device and dtype have a packed product."""
         if can_be_batch_invariant(weight) and weight.is_contiguous():
-            return cls(weight, False, tile_counters(len(weight), weight.device))
-        if not has_batch_invariant_product(weight.device, weight.dtype) or _is_small(weight):
+            return cls(weight, False, counters=tile_counters(len(weight), weight.device))
+        if not has_batch_invariant_product(weight.device, weight.dtype):
             return cls(weight, is_packed=False)
+        if _is_small(weight):
+            return cls(weight, is_packed=False, is_small=True)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
@@ -169,7 +173,7 @@ class LinearWeight:
 
     def plain_product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """See `Weight`."""
-        if self.is_packed or _is_small(self.values):
+        if self.is_packed or self.is_small:
             return batch_invariant_product(inputs, self.values, bias)
         return F.linear(inputs, self.values, bias)
 
@@ -215,7 +219,7 @@ def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
         from shared.kernels.batch_invariant_triton import launch_parts
 
         return replace(launch_parts(inputs, operand), dtype=torch.float32)
-    if weight.is_packed or _is_small(weight.values):
+    if weight.is_packed or weight.is_small:
         return linear(inputs.float(), weight, None)
     return F.linear(inputs.float(), weight.values.float())
 
@@ -227,8 +231,7 @@ def has_batch_invariant_product(device: torch.device, dtype: torch.dtype) -> boo
 
 def _is_small(weight: Tensor) -> bool:
     """Whether `batch_invariant_product` multiplies row by row."""
-    is_plain = weight.layout == torch.strided and weight.numel() <= _MAX_SMALL_SIZE
-    return is_plain and has_batch_invariant_product(weight.device, weight.dtype)
+    return weight.layout == torch.strided and weight.numel() <= _MAX_SMALL_SIZE
 
 
 def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -173,10 +173,9 @@ def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_f
     assert _gain(plain, adaptive, 5.0, 8.0) > 2.0, "another depth is captured once more"
 
 
-@pytest.mark.parametrize(("num_cold", "warm_s"), [(0, 1), (40, 4)], ids=["warm", "slow at first"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.002])
+@pytest.mark.parametrize("delay_s", [0.0, 0.002])
 def test_a_fresh_distant_draft_is_used_at_once_and_stays_in_use(
-    decoder: Decoder, delay_s: float, num_cold: int, warm_s: int
+    decoder: Decoder, delay_s: float
 ) -> None:
     """One request at a time. New answers, whose prompts the draft has to read, and trees that are
     ten times slower at first say nothing about the trees to come."""
@@ -189,11 +188,12 @@ def test_a_fresh_distant_draft_is_used_at_once_and_stays_in_use(
         for depth in (3, 5, 7)
     )
     assert best > 2.3 * plain
-    fresh = replace(split, drafts=(replace(draft, num_cold=num_cold),))
-    served = serve(decoder, fresh, 14.0, DEFAULT_CONFIG)
-    assert served.rate(warm_s, 14.0) > 0.9 * best
-    for start_s in range(warm_s, 14):
-        assert served.rate(start_s, start_s + 1.0) > 0.75 * best
+    for num_cold, warm_s in ((0, 1), (40, 4)):
+        fresh = replace(split, drafts=(replace(draft, num_cold=num_cold),))
+        served = serve(decoder, fresh, 14.0, DEFAULT_CONFIG)
+        assert served.rate(warm_s, 14.0) > 0.9 * best
+        for start_s in range(warm_s, 14):
+            assert served.rate(start_s, start_s + 1.0) > 0.75 * best
 
 
 @pytest.mark.parametrize(("size", "settled_s", "gain"), [(8, 4.0, 1.5), (32, 10.0, 1.2)])
