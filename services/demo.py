@@ -160,7 +160,7 @@ def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
     if num_drafted < num_tokens / 2:
         lines.append(
             f"Only {num_drafted:.0f} of the tokens came from rounds with a draft: "
-            f"{detail or 'plain steps are faster here'}. "
+            f"{detail or 'trees bring too little here'}. "
             "`--candidate-wait-sequences N` insists on trees of up to N requests."
         )
         return "\n".join(lines)

@@ -242,7 +242,7 @@ async def test_server_info_names_model_and_drafts_of_a_target(
 ) -> None:
     for algorithms in ((), ("EAGLE3", "NGRAM")):
         target.draft_algorithms = algorithms
-        target.speculation_detail = "plain steps are faster here" if algorithms else ""
+        target.speculation_detail = "trees bring too little here" if algorithms else ""
         info = (await client.get("/server_info")).json()
         [found] = info["targets"]
         assert found["draft_algorithms"] == list(algorithms)

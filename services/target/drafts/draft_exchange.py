@@ -381,7 +381,7 @@ class SpeculationState:
             self.detail = ""
         elif (pays := source.pays) is not None:
             figures = source.comparison()
-            self.detail = "" if pays else f"plain steps are faster here: {figures}"
+            self.detail = "" if pays else f"trees bring too little here: {figures}"
             state = "on" if pays else "off"
             self._log("", state, f"speculation is {state}: {self.detail or figures}", now_s)
         for detached_id in self._logged.keys() - {"", *drafts}:

@@ -299,8 +299,11 @@ class DraftPolicy:
 
     @property
     def pays(self) -> bool | None:
-        """Whether trees are faster than plain steps; None while unknown."""
-        if self.is_always_on or self._rate(None, self._num_sequences) is None:
+        """Whether trees are faster than plain steps; None while one of both is unknown."""
+        compared = {None, self.choice}
+        if self.is_always_on or any(
+            self._rate(choice, self._num_sequences) is None for choice in compared
+        ):
             return None
         return self.choice is not None
 

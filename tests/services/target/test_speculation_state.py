@@ -58,7 +58,7 @@ def test_each_change_is_logged_once_and_not_too_often(caplog: pytest.LogCaptureF
         state.update(number * POLL_S)
     [line] = _lines(caplog)
     assert line == f"speculation is off: {state.detail}"
-    assert state.detail == f"plain steps are faster here: {lanes.comparison()}"
+    assert state.detail == f"trees bring too little here: {lanes.comparison()}"
     lanes.pays = True
     state.update(20 * POLL_S)
     assert state.detail == ""

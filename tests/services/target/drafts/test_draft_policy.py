@@ -98,6 +98,16 @@ def test_trees_stay_where_they_are_faster() -> None:
     assert world.policy.pays is True
 
 
+def test_whether_trees_are_faster_is_unknown_before_one_was_verified() -> None:
+    policy = DraftPolicy(BASE)
+    for number in range(FEWEST_ROUNDS):
+        policy.observe_round(None, 1, PLAIN_S, has_tree=False)
+        policy.turn(1, (1 + number) * PLAIN_S)
+    assert policy.choice == BASE
+    assert policy.pays is None
+    assert policy.comparison() == "measured with 1 sequence: plain steps 100 tokens/s"
+
+
 def test_plain_steps_replace_trees_that_are_slower() -> None:
     world = World(DraftPolicy(BASE), 0.75, _dear)
     world.serve(2.0)
