@@ -229,32 +229,42 @@ async def widened_models(
     from tests.bench.wide_loading import describe
     from tests.bench.wide_sizes import SIZES, write_draft
 
-    head = DEMO_MODEL.parent / "heads" / "eagle3"
+    sources = {
+        each: DEMO_MODEL.parent / "heads" / each.value.lower()
+        if each.reads_features
+        else DEMO_DRAFT
+        for each in Algorithm
+        if each.has_model and each.value in algorithms
+    }
+    drafts: dict[str, Path] = {}
     with contextlib.ExitStack() as stack:
         if folder is None:
             scratch = tempfile.TemporaryDirectory(prefix="outrider-bench-http-")
             folder = Path(stack.enter_context(scratch))
         start_s = time.monotonic()
         if size == "8b":
-            written = await asyncio.to_thread(
-                widened_with_head, target_folder(folder), DEMO_MODEL, "EAGLE3", head
-            )
-            draft = None
-            if "STANDALONE" in algorithms:
-                draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
-            models = Models(*written, draft)
+            target = target_folder(folder)
+            for algorithm, source in sources.items():
+                name = algorithm.value
+                if algorithm.reads_features:
+                    written = await asyncio.to_thread(
+                        widened_with_head, target, DEMO_MODEL, name, source
+                    )
+                    drafts[name] = written[1]
+                else:
+                    drafts[name] = await asyncio.to_thread(
+                        widened, folder / "draft-1b", source, "1b"
+                    )
+            await asyncio.to_thread(widened, target, DEMO_MODEL, "8b")
+            models = Models(target, drafts)
         else:
             sizes, folder = SIZES[size], folder / size
             model = describe(folder / "target", DEMO_MODEL, sizes.target)
-            drafts: dict[str, Path] = {}
-            for name, source in (("EAGLE3", head), ("STANDALONE", DEMO_DRAFT)):
-                if name in algorithms:
-                    drafts[name] = folder / name.lower()
-                    work = (drafts[name], sizes, model, Algorithm(name), source)
-                    await asyncio.to_thread(write_draft, *work)
-            models = Models(
-                folder / "target", drafts.get("EAGLE3"), drafts.get("STANDALONE"), WIDE_LAUNCHER
-            )
+            for algorithm, source in sources.items():
+                drafts[algorithm.value] = folder / algorithm.value.lower()
+                work = (drafts[algorithm.value], sizes, model, algorithm, source)
+                await asyncio.to_thread(write_draft, *work)
+            models = Models(folder / "target", drafts, WIDE_LAUNCHER)
         print(f"widened after {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
         yield models
 

@@ -7,8 +7,8 @@ import contextlib
 import time
 import urllib.request
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,15 +29,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Folders of the target, of its EAGLE-3 head and of a smaller model; None is the demo's.
+    """Folders of the target and of drafts.
 
     Attributes:
+        target: None is the demo's.
+        drafts: by algorithm; the demo's where there is none.
         launcher: the module of the `outrider` that loads them.
     """
 
     target: Path | None = None
-    head: Path | None = None
-    draft: Path | None = None
+    drafts: Mapping[str, Path] = field(default_factory=dict)
     launcher: str = LAUNCHER
 
 
@@ -63,7 +64,7 @@ class Mode:
         if self.algorithm == "NONE":
             return flags
         flags += ["--placement", self.placement]
-        folder = {"EAGLE3": models.head, "STANDALONE": models.draft}.get(self.algorithm)
+        folder = models.drafts.get(self.algorithm)
         if folder is not None:
             flags += ["--speculative-draft-model-path", str(folder)]
         if self.shape is not None:
@@ -79,6 +80,9 @@ MODES = {
         Mode("plain", "NONE"),
         Mode("eagle3-chain", "EAGLE3", _CHAIN),
         Mode("eagle3", "EAGLE3"),
+        Mode("eagle", "EAGLE"),
+        Mode("mtp", "MTP"),
+        Mode("dflash", "DFLASH"),
         Mode("ngram", "NGRAM"),
         Mode("standalone", "STANDALONE"),
         Mode("standalone-remote", "STANDALONE", placement="remote"),

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from services.serve_line import split_line
-from tests.bench.http.__main__ import parse, plan_of
+from tests.bench.http.__main__ import parse, plan_of, widened_models
 from tests.bench.http.answers import (
     Answer,
     Figures,
@@ -253,9 +253,10 @@ def test_only_the_last_lines_of_a_log_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_mode_has_its_flags_and_its_shape() -> None:
-    models = Models(Path("wide"), Path("head"))
+    models = Models(Path("wide"), {"EAGLE3": Path("head")})
     plain = ["--speculative-algorithm", "NONE", "--model-path", "wide"]
     assert MODES["plain"].flags(models) == plain
+    assert MODES["ngram"].flags(models)[-1] == "embedded", "it has no folder"
     speculating = MODES["eagle3"].flags(models)
     assert speculating[-2:] == ["--speculative-draft-model-path", "head"]
     shape = ["--speculative-num-steps", "5", "--speculative-eagle-topk", "1"]
@@ -263,9 +264,17 @@ def test_a_mode_has_its_flags_and_its_shape() -> None:
     assert MODES["eagle3-chain"].flags(models) == speculating + shape
 
 
+async def test_each_algorithm_has_a_wide_draft(tmp_path: Path) -> None:
+    algorithms = {mode.algorithm for mode in MODES.values()}
+    async with widened_models(tmp_path, "trial", algorithms) as models:
+        assert models.drafts.keys() == algorithms - {"NONE", "NGRAM"}
+        assert all((folder / "config.json").exists() for folder in models.drafts.values())
+
+
 def test_the_launcher_knows_every_flag() -> None:
     for mode in MODES.values():
-        assert not split_line(mode.flags(Models(Path("wide"), Path("head")))).problems
+        models = Models(Path("wide"), {mode.algorithm: Path("head")})
+        assert not split_line(mode.flags(models)).problems
 
 
 def test_flags_pin_a_shape_and_follow_the_hardware() -> None:
