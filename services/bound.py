@@ -4,15 +4,15 @@ A launcher that gets SIGKILL cannot stop its children. Linux can: the kernel sen
 process when the parent is gone. The child asks for that itself, because Python code between fork
 and exec may deadlock if the parent has threads.
 
-The kernel takes the fork server for the parent of a process that it has forked, and the fork server
-lives as long as any such process. So processes of multiprocessing watch the one that started them.
+That fails for processes that multiprocessing's fork server forks: the fork server is their parent,
+and it lives as long as one of them. A process of multiprocessing therefore waits, in a thread, for
+the end of the process that started it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import runpy
@@ -25,17 +25,18 @@ from shared.garbage import collect_from_here, collect_none
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """Has SIGTERM sent to this process at the death of the process that started it. A process that
-    multiprocessing did not start gets none outside Linux."""
+    """Has SIGTERM sent to this process at the death of the process that started it. Outside Linux
+    only processes of multiprocessing get it."""
     starter = multiprocessing.parent_process()
     if starter is not None:
         threading.Thread(
-            target=_await_end, args=(starter.sentinel,), name="end with parent", daemon=True
+            target=_end_with, args=(starter,), name="end with parent", daemon=True
         ).start()
         return
     if sys.platform != "linux":
@@ -46,8 +47,8 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _await_end(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
+def _end_with(starter: BaseProcess) -> None:
+    starter.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -22,7 +22,7 @@ subprocess.Popen([sys.executable, "-m", "services.bound", "tests.helpers.stand_i
 sys.stdin.read()
 """
 
-# Starts two, and ends in the same way.
+# Starts two processes by the fork server, and reads until it is killed.
 STARTER = """
 import sys
 from services.followers import forked_process
