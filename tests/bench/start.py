@@ -29,7 +29,8 @@ from pathlib import Path
 
 from grpc import aio
 
-from services.draft.settings_problems import DEMO_DRAFT
+from services.draft.algorithm import Algorithm
+from services.draft.settings_problems import default_model_folder
 from services.probe import grpc_is_serving
 from services.target.settings import DEMO_MODEL
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -38,11 +39,9 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from tests.bench.figure import add_figures_flag
 from tests.bench.start_parts import FIRST_TOKEN, Part, Start, first_token_figure, report, told
-from tests.bench.wide_folders import target_folder, widened, widened_with_head
+from tests.bench.wide_folders import target_folder, widened, widened_draft
 from tests.helpers.serving import free_ports
 
-DEMO_HEADS = DEMO_MODEL.parent / "heads"
-HEADS = ("EAGLE", "EAGLE3", "MTP", "DFLASH")
 _POLL_S = 0.005
 _NUM_TOKENS = 16
 _PROMPT = tuple(range(10, 26))
@@ -169,27 +168,18 @@ def _tail(log: Path) -> str:
 
 def target_arguments(flags: argparse.Namespace) -> tuple[str, ...]:
     """Returns the target's flags; writes wide models first where they are asked for."""
-    model, draft = flags.model, flags.draft_model or _demo_draft(flags.algorithm)
-    if flags.widen is not None:
-        model, draft = _widened(flags.widen, flags.algorithm, model, draft)
-    arguments = ["--model-path", str(model)]
+    model, drafted = flags.model, list[str]()
     if flags.algorithm is not None:
-        arguments += ["--draft", "embedded", "--speculative-algorithm", flags.algorithm]
-        if flags.algorithm != "NGRAM":
-            arguments += ["--speculative-draft-model-path", str(draft)]
-    return (*arguments, *flags.target_flags.split())
-
-
-def _demo_draft(algorithm: str | None) -> Path:
-    return DEMO_HEADS / algorithm.lower() if algorithm in HEADS else DEMO_DRAFT
-
-
-def _widened(folder: Path, algorithm: str | None, model: Path, draft: Path) -> tuple[Path, Path]:
-    wide = target_folder(folder)
-    if algorithm in HEADS:
-        return widened_with_head(wide, model, algorithm, draft)
-    narrow = widened(folder / "draft-1b", draft, "1b") if algorithm == "STANDALONE" else draft
-    return widened(wide, model, "8b"), narrow
+        algorithm = Algorithm(flags.algorithm)
+        drafted = ["--draft", "embedded", "--speculative-algorithm", algorithm.value]
+        if algorithm.has_model:
+            draft = flags.draft_model or default_model_folder(algorithm, DEMO_MODEL)
+            if flags.widen is not None:
+                draft = widened_draft(flags.widen, algorithm, model, draft)
+            drafted += ["--speculative-draft-model-path", str(draft)]
+    if flags.widen is not None:
+        model = widened(target_folder(flags.widen), model, "8b")
+    return ("--model-path", str(model), *drafted, *flags.target_flags.split())
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -198,7 +188,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--widen", type=Path, metavar="DIR", help="folder for an 8B copy")
     parser.add_argument(
         "--algorithm",
-        choices=(*HEADS, "STANDALONE", "NGRAM"),
+        choices=("EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"),
         help="of a draft inside the target; none when unset",
     )
     parser.add_argument("--draft-model", type=Path, help="folder of the draft; the demo's")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.draft.algorithm import Algorithm
 from tests.bench.wide_model import INDEX_FILE
 
 
@@ -30,18 +31,21 @@ def widened(folder: Path, source: Path, shape: str) -> Path:
     return folder
 
 
-def widened_with_head(folder: Path, source: Path, algorithm: str, head: Path) -> tuple[Path, Path]:
-    """Returns `folder` with an 8B copy of `source`, and the folder of a copy of its head; writes
-    what is not there.
+def widened_draft(folder: Path, algorithm: Algorithm, model: Path, draft: Path) -> Path:
+    """Returns the folder of a wide copy of a draft, below `folder`: of a head beside the 8B copy of
+    its target `model`, or of a language model in the shape of a 1B. Writes what is not there.
 
     Raises:
         CalledProcessError: as above.
     """
-    wide_head = folder / "heads" / algorithm.lower()
-    if not (is_written(folder) and is_written(wide_head)):
-        model = ("--model", str(source), "--shape", "8b", "--out", str(folder), "--keep")
-        _widen(*model, "--head", f"{algorithm}={head}")
-    return folder, wide_head
+    if not algorithm.reads_features:
+        return widened(folder / "draft-1b", draft, "1b")
+    target = target_folder(folder)
+    wide_head = target / "heads" / algorithm.value.lower()
+    if not (is_written(target) and is_written(wide_head)):
+        pair = ("--model", str(model), "--head", f"{algorithm.value}={draft}")
+        _widen(*pair, "--shape", "8b", "--out", str(target), "--keep")
+    return wide_head
 
 
 def _widen(*arguments: str) -> None:

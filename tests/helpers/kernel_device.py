@@ -32,8 +32,8 @@ def some_interpreted(cases: Iterable[Any], interpreted: Container[Any]) -> list[
 
 
 def crossed(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns all combinations of parameters' values; in the interpreter every second one, such
-    that any two values of two parameters still meet if a third parameter has two values."""
+    """Returns all combinations of the parameters' values; in the interpreter every second one. Any
+    two values of two parameters still meet, if a third parameter has two values."""
     numbered = itertools.product(*(enumerate(each) for each in values))
     return [
         tuple(value for _, value in case)

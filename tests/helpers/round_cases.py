@@ -135,9 +135,11 @@ def host_rounds(
 
 CHAINS = (TreeShape(4, 1, 5), TreeShape(2, 1, 3), TreeShape(1, 1, 2))
 """Chains drafted as blocks. A tree over block scores is grown differently by the host."""
-CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
-if IS_INTERPRETING:
-    CHANGING = (TreeShape(2, 1, 3), TreeShape(2, 2, 6), TreeShape(1, 1, 2))
+CHANGING = (
+    (TreeShape(2, 1, 3), TreeShape(2, 2, 6), TreeShape(1, 1, 2))
+    if IS_INTERPRETING
+    else (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
+)
 """Shapes of successive rounds: with fewer and with more open rows, in fused kernels and without."""
 
 
@@ -155,9 +157,8 @@ def check_changing(
         name: see `texts_for`.
     """
     samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
-    shapes = changing[: 3 if IS_INTERPRETING else 5]
     rounds = DeviceRounds(
-        pair, shapes[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=shapes[1:]
+        pair, changing[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=changing[1:]
     )
     hosts: list[HostRounds] = []
     for number, prompt in enumerate(texts_for(name)[: 2 if IS_INTERPRETING else 4]):
@@ -166,7 +167,7 @@ def check_changing(
         hosts.append(host)
         rounds.add(number, list(host.sequence.token_ids), sampling)
     pending: list[TreeShape] = []
-    for shape in (*shapes, *shapes, None):
+    for shape in (*changing, *changing, None):
         if shape is not None:
             assert rounds.runner.takes(shape)
             rounds.runner.turn_to(shape)

@@ -217,25 +217,20 @@ async def widened_models(
     Args:
         size: of the target: one of `wide_sizes`, or `demo` for what is embedded. An 8B is written;
             larger ones are made as they are loaded.
+        algorithms: those whose drafts are widened, too; `NONE` and `NGRAM` have none.
     """
     if size == "demo":
         yield Models()
         return
     # They import torch, which the demo on a CPU does without here.
     from services.draft.algorithm import Algorithm
-    from services.draft.settings_problems import DEMO_DRAFT
+    from services.draft.settings_problems import default_model_folder
     from services.target.settings import DEMO_MODEL
-    from tests.bench.wide_folders import target_folder, widened, widened_with_head
+    from tests.bench.wide_folders import target_folder, widened, widened_draft
     from tests.bench.wide_loading import describe
     from tests.bench.wide_sizes import SIZES, write_draft
 
-    sources = {
-        each: DEMO_MODEL.parent / "heads" / each.value.lower()
-        if each.reads_features
-        else DEMO_DRAFT
-        for each in Algorithm
-        if each.has_model and each.value in algorithms
-    }
+    drafters = [each for each in Algorithm if each.has_model and each.value in algorithms]
     drafts: dict[str, Path] = {}
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -243,27 +238,19 @@ async def widened_models(
             folder = Path(stack.enter_context(scratch))
         start_s = time.monotonic()
         if size == "8b":
-            target = target_folder(folder)
-            for algorithm, source in sources.items():
-                name = algorithm.value
-                if algorithm.reads_features:
-                    written = await asyncio.to_thread(
-                        widened_with_head, target, DEMO_MODEL, name, source
-                    )
-                    drafts[name] = written[1]
-                else:
-                    drafts[name] = await asyncio.to_thread(
-                        widened, folder / "draft-1b", source, "1b"
-                    )
-            await asyncio.to_thread(widened, target, DEMO_MODEL, "8b")
+            for algorithm in drafters:
+                source = default_model_folder(algorithm, DEMO_MODEL)
+                work = (folder, algorithm, DEMO_MODEL, source)
+                drafts[algorithm.value] = await asyncio.to_thread(widened_draft, *work)
+            target = await asyncio.to_thread(widened, target_folder(folder), DEMO_MODEL, "8b")
             models = Models(target, drafts)
         else:
             sizes, folder = SIZES[size], folder / size
             model = describe(folder / "target", DEMO_MODEL, sizes.target)
-            for algorithm, source in sources.items():
-                drafts[algorithm.value] = folder / algorithm.value.lower()
-                work = (drafts[algorithm.value], sizes, model, algorithm, source)
-                await asyncio.to_thread(write_draft, *work)
+            for algorithm in drafters:
+                draft = drafts[algorithm.value] = folder / algorithm.value.lower()
+                source = default_model_folder(algorithm, DEMO_MODEL)
+                await asyncio.to_thread(write_draft, draft, sizes, model, algorithm, source)
             models = Models(folder / "target", drafts, WIDE_LAUNCHER)
         print(f"widened after {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
         yield models
