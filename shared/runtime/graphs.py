@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -517,6 +517,11 @@ class ForwardGraphs:
         others = [key for key in reversed(keys) if key not in first]
         self._uncaptured = [key for key in others if key.num_rows > _FIRST_ROWS]
         first += [key for key in others if key.num_rows <= _FIRST_ROWS]
+        if self._decoder.group is None:
+            from shared.runtime.kernel_compiler import compile_kernels
+
+            pieces = (partial(self._forward, self._inputs.bucket(key), key) for key in keys)
+            compile_kernels(pieces, self._pool.device)
         for key in tqdm(
             first, desc="first CUDA graphs", unit="graph", disable=None if show_progress else True
         ):

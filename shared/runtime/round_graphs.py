@@ -242,16 +242,20 @@ class RoundGraphs:
         if self._group is not None:
             self._group.broadcast(drawn)
 
+    def run_empty(self, num_slots: int, sampling: RoundSampling) -> TreeRows:
+        """Queues a whole round of empty slots without graphs; returns its trees."""
+        num_slots, sampling = self._key(num_slots, sampling)
+        empty = self._state.first(num_slots).emptied()
+        tree = self._draft.grow(empty, sampling)
+        verified = self._verification.forward(tree)
+        drawn = self._verification.draw(verified.logits, empty, tree.rows, sampling)
+        self._verification.finish(empty, tree, verified.output, drawn.contiguous())
+        return tree.rows
+
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
-        # A round of empty slots loads kernels and allocates workspaces outside of the graphs.
-        empty = state.emptied()
-        idle = self._draft.grow(empty, sampling)
-        verified = self._verification.forward(idle)
-        idle_drawn = self._verification.draw(verified.logits, empty, idle.rows, sampling)
-        self._verification.finish(empty, idle, verified.output, idle_drawn.contiguous())
-        drawn = torch.zeros_like(idle.rows.depths)
-        del idle, verified, idle_drawn
+        # It loads kernels and allocates workspaces outside of the graphs.
+        drawn = torch.zeros_like(self.run_empty(num_slots, sampling).depths)
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
         with capturing(draft, self._memory, group=self._group):
             tree = self._draft.grow(state, sampling)

@@ -520,6 +520,10 @@ class RoundRunner:
         with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
             self._current.graphs.make(num_sequences, sampling)
 
+    def launch_kernels(self, num_sequences: int, sampling: RoundSampling) -> None:
+        """Queues all kernels of a round of empty slots, without graphs."""
+        self._current.graphs.run_empty(num_sequences, sampling)
+
     def capture_prompts(self) -> None:
         """Captures the graphs with which the head computes missing rows, in the memory of all
         graphs that were captured before."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -198,6 +199,7 @@ class RoundShapes:
     ) -> None:
         self._target, self._device, self._cache = runner, runner.device, runner.cache
         self.head, self.is_pinned = source.head, source.is_pinned
+        self._is_here = not source.place  # the head is in this process
         self._costs: CostTable | None = None
         self._capacities = dict(source.trees)
         self.runner = RoundRunner(
@@ -305,9 +307,14 @@ class RoundShapes:
             for shape, most in self._capacities.items()
             for count in round_sizes(most)
         ]
+        sizes.sort(key=self._graph_bytes, reverse=True)
+        if self._is_cuda and self._is_here and self._target.leader is None:
+            from shared.runtime.kernel_compiler import compile_kernels
+
+            compile_kernels(self._launches(sizes), self._device)
         shortages: dict[TreeShape, RuntimeError] = {}
         is_largest = True
-        for shape, count in sorted(sizes, key=self._graph_bytes, reverse=True):
+        for shape, count in sizes:
             self.turn_to(shape)
             shortage = self._capture(shape, count, is_largest=is_largest)
             if shortage is None:
@@ -328,6 +335,13 @@ class RoundShapes:
         if self._is_cuda:
             taken_bytes = free_bytes - self._free_bytes()
             logger.info("CUDA graphs of rounds take %s", in_words(taken_bytes))
+
+    def _launches(self, sizes: Sequence[tuple[TreeShape, int]]) -> Iterator[Callable[[], None]]:
+        """Returns what launches the kernels of rounds of each shape and size, in turn."""
+        for shape, count in sizes:
+            self.turn_to(shape)
+            for kind in CAPTURED_KINDS:
+                yield partial(self.runner.launch_kernels, count, kind)
 
     def _capture(
         self, shape: TreeShape, num_sequences: int, *, is_largest: bool

@@ -1,0 +1,111 @@
+"""Compiles Triton's kernels side by side, before CUDA graphs need them.
+
+Triton compiles a kernel at its first launch, in about half a second, and keeps it on disk for the
+next start. The first start of an 8B with an EAGLE-3 head launches some two hundred kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from shared.runtime.graphs import capturing
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) -> None:
+    """Compiles the kernels that pieces of work launch. Runs nothing on the device: each piece is
+    captured into a CUDA graph that is dropped.
+
+    Ends after the first piece if all of its kernels are compiled, as they are at a second start.
+    Kernels that are missing afterwards are compiled when they are launched.
+    """
+    matrix = torch.zeros((16, 16), dtype=torch.bfloat16, device=device)
+    matrix.mm(matrix)  # cuBLAS must not begin inside of a capture
+    graphs: list[torch.cuda.CUDAGraph] = []
+    memory = torch.cuda.graph_pool_handle()
+    with _Compiler(device) as compiler:
+        try:
+            for piece in work:
+                graphs.append(torch.cuda.CUDAGraph())
+                with capturing(graphs[-1], memory):
+                    piece()
+                if not compiler.has_compiled:
+                    compiler.wait()
+                if not compiler.has_compiled:
+                    break
+        except RuntimeError as error:
+            logger.warning("kernels are compiled one after the other: %s", error)
+        compiler.wait()
+    graphs.clear()
+    torch.cuda.empty_cache()
+
+
+class _Compiler:
+    """Threads that compile kernels.
+
+    Attributes:
+        has_compiled: some kernel was not on disk.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_compiled = False
+        self._threads = ThreadPoolExecutor(
+            len(os.sched_getaffinity(0)),
+            thread_name_prefix="compile",
+            initializer=torch.cuda.set_device,
+            initargs=(device,),
+        )
+        self._launcher = threading.get_ident()
+        self._kernels: dict[tuple[str, str, str], Future[None]] = {}
+        self._hooks: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> _Compiler:
+        from triton.knobs import compilation, runtime
+
+        self._hooks = runtime.jit_cache_hook, compilation.listener
+        runtime.jit_cache_hook, compilation.listener = self._is_left_out, self._listen
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from triton.knobs import compilation, runtime
+
+        self._threads.shutdown(cancel_futures=True)
+        runtime.jit_cache_hook, compilation.listener = self._hooks
+
+    def _is_left_out(self, *, fn: Any, **given: Any) -> bool:
+        """Triton's `jit_cache_hook`: of a kernel that is not in this process's memory yet. Has it
+        compiled, and returns whether the launch is left out: not those of other threads."""
+        if threading.get_ident() != self._launcher:
+            return False
+        key = (fn.module, fn.name, str(given["key"]))
+        if key not in self._kernels:
+            data = given["compile"]["specialization_data"]
+            self._kernels[key] = self._threads.submit(_load, fn.jit_function, data)
+        return True
+
+    def _listen(self, *, cache_hit: bool, **_: object) -> None:
+        """Triton's `listener`: a kernel was compiled or read from disk."""
+        if not cache_hit:
+            self.has_compiled = True
+
+    def wait(self) -> None:
+        """Waits for all kernels."""
+        for (_, name, _), future in self._kernels.items():
+            error = future.exception()
+            if error is not None:
+                logger.warning("kernel %s is compiled when it is launched: %r", name, error)
+
+
+def _load(function: Any, specialization_data: str) -> None:
+    """Compiles a kernel and loads it onto the device, which a capture must not do."""
+    kernel = function.preload(specialization_data)
+    kernel.run  # noqa: B018 - loads the kernel
