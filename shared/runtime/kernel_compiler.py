@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -28,6 +29,7 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
     Ends after the first piece if all of its kernels are compiled, as they are at a second start.
     Kernels that are missing afterwards are compiled when they are launched.
     """
+    began_s = time.monotonic()
     matrix = torch.zeros((16, 16), dtype=torch.bfloat16, device=device)
     matrix.mm(matrix)  # cuBLAS must not begin inside of a capture
     graphs: list[torch.cuda.CUDAGraph] = []
@@ -37,6 +39,7 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
             for piece in work:
                 graphs.append(torch.cuda.CUDAGraph())
                 with capturing(graphs[-1], memory):
+                    matrix.zero_()  # torch warns of an empty graph
                     piece()
                 if not compiler.has_compiled:
                     compiler.wait()
@@ -47,6 +50,8 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
         compiler.wait()
     graphs.clear()
     torch.cuda.empty_cache()
+    if compiler.has_compiled:
+        logger.info("compiled kernels within %.1f s", time.monotonic() - began_s)
 
 
 class _Compiler:

@@ -9,6 +9,7 @@ one set for each number of slots, and for each kind of noise in the draft.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -242,20 +243,24 @@ class RoundGraphs:
         if self._group is not None:
             self._group.broadcast(drawn)
 
-    def run_empty(self, num_slots: int, sampling: RoundSampling) -> TreeRows:
-        """Queues a whole round of empty slots without graphs; returns its trees."""
+    def empty_round(self, num_slots: int, sampling: RoundSampling) -> Callable[[], TreeRows]:
+        """Returns what queues a round of empty slots without graphs and returns its trees."""
         num_slots, sampling = self._key(num_slots, sampling)
-        empty = self._state.first(num_slots).emptied()
-        tree = self._draft.grow(empty, sampling)
-        verified = self._verification.forward(tree)
-        drawn = self._verification.draw(verified.logits, empty, tree.rows, sampling)
-        self._verification.finish(empty, tree, verified.output, drawn.contiguous())
-        return tree.rows
+        state = self._state.first(num_slots).emptied()
+
+        def queue() -> TreeRows:
+            tree = self._draft.grow(state, sampling)
+            verified = self._verification.forward(tree)
+            drawn = self._verification.draw(verified.logits, state, tree.rows, sampling)
+            self._verification.finish(state, tree, verified.output, drawn.contiguous())
+            return tree.rows
+
+        return queue
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
         # It loads kernels and allocates workspaces outside of the graphs.
-        drawn = torch.zeros_like(self.run_empty(num_slots, sampling).depths)
+        drawn = torch.zeros_like(self.empty_round(num_slots, sampling)().depths)
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
         with capturing(draft, self._memory, group=self._group):
             tree = self._draft.grow(state, sampling)

@@ -12,7 +12,7 @@ host before the target's forward is queued, and the host computes their masks du
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -520,9 +520,9 @@ class RoundRunner:
         with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
             self._current.graphs.make(num_sequences, sampling)
 
-    def launch_kernels(self, num_sequences: int, sampling: RoundSampling) -> None:
-        """Queues all kernels of a round of empty slots, without graphs."""
-        self._current.graphs.run_empty(num_sequences, sampling)
+    def empty_round(self, num_sequences: int, sampling: RoundSampling) -> Callable[[], object]:
+        """Returns what queues all kernels of a round of empty slots, without graphs."""
+        return self._current.graphs.empty_round(num_sequences, sampling)
 
     def capture_prompts(self) -> None:
         """Captures the graphs with which the head computes missing rows, in the memory of all
