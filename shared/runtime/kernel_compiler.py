@@ -26,6 +26,8 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
     """Compiles the kernels that pieces of work launch. Runs nothing on the device: each piece is
     captured into a CUDA graph that is dropped.
 
+    A piece must keep no tensor that it makes: none is ever written.
+
     Ends after the first piece if all of its kernels are compiled, as they are at a second start.
     Kernels that are missing afterwards are compiled when they are launched.
     """

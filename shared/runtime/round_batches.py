@@ -421,14 +421,18 @@ class RoundBatches:
         self, batch_size: int, num_rows: int, is_causal: bool, device: torch.device
     ) -> _FixedRows:
         key = (batch_size, num_rows, is_causal)
-        if key not in self._fixed:
+        rows = self._fixed.get(key)
+        if rows is None:
             starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * num_rows
-            self._fixed[key] = _FixedRows(
+            rows = _FixedRows(
                 query_starts=starts,
                 is_causal=torch.full((batch_size,), is_causal, device=device),
                 logit_rows=torch.arange(batch_size * num_rows, device=device),
             )
-        return self._fixed[key]
+            # What is made inside of a capture is undefined until the graph runs.
+            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._fixed[key] = rows
+        return rows
 
     def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
         """Returns the pool slots `[B, R]` of logical indices `[B, R]`. Indices past the page table

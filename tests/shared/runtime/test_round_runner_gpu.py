@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from shared.runtime.kernel_compiler import compile_kernels
 from shared.runtime.round_head import CatchUp
 from shared.runtime.round_state import RoundSampling
 from shared.tokens import TreeShape
@@ -53,6 +54,8 @@ def test_rounds_equal_those_of_the_host(
     pair, samplings = pairs[name], SAMPLINGS[sampling]
     starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE, is_recorded=False)
+    # As at a start: it must leave nothing behind.
+    compile_kernels([rounds.runner.empty_round(len(starts), RoundSampling.DRAWN)], CUDA)
     for number, token_ids in enumerate(starts):
         rounds.add(number, token_ids, samplings[number % len(samplings)])
     tokens: list[list[int]] = [[] for _ in starts]
