@@ -6,6 +6,7 @@ next start. The first start of an 8B with an EAGLE-3 head launches some two hund
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import threading
@@ -96,7 +97,7 @@ class _Compiler:
         key = (fn.module, fn.name, str(given["key"]))
         if key not in self._kernels:
             data = given["compile"]["specialization_data"]
-            self._kernels[key] = self._threads.submit(_load, fn.jit_function, data)
+            self._kernels[key] = self._threads.submit(_load, fn.name, fn.jit_function, data)
         return True
 
     def _listen(self, *, cache_hit: bool, **_: object) -> None:
@@ -106,13 +107,13 @@ class _Compiler:
 
     def wait(self) -> None:
         """Waits for all kernels."""
-        for (_, name, _), future in self._kernels.items():
-            error = future.exception()
-            if error is not None:
-                logger.warning("kernel %s is compiled when it is launched: %r", name, error)
+        concurrent.futures.wait(self._kernels.values())
 
 
-def _load(function: Any, specialization_data: str) -> None:
+def _load(name: str, function: Any, specialization_data: str) -> None:
     """Compiles a kernel and loads it onto the device, which a capture must not do."""
-    kernel = function.preload(specialization_data)
-    kernel.run  # noqa: B018 - loads the kernel
+    try:
+        kernel = function.preload(specialization_data)
+        kernel.run  # noqa: B018 - loads the kernel
+    except Exception as error:
+        logger.warning("kernel %s is compiled when it is launched: %r", name, error)
