@@ -21,17 +21,21 @@ from shared.runtime.graphs import capturing
 
 logger = logging.getLogger(__name__)
 
+_MOST_THREADS = 16  # each takes some hundred MB, and Python runs one at a time
+
 
 @torch.inference_mode()
 def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) -> None:
     """Compiles the kernels that pieces of work launch. Runs nothing on the device: each piece is
-    captured into a CUDA graph that is dropped.
+    captured into a CUDA graph that is dropped. A CPU has no kernels.
 
     A piece must keep no tensor that it makes: none is ever written.
 
     Ends after the first piece if all of its kernels are compiled, as they are at a second start.
     Kernels that are missing afterwards are compiled when they are launched.
     """
+    if device.type != "cuda":
+        return
     began_s = time.monotonic()
     matrix = torch.zeros((16, 16), dtype=torch.bfloat16, device=device)
     matrix.mm(matrix)  # cuBLAS must not begin inside of a capture
@@ -67,7 +71,7 @@ class _Compiler:
     def __init__(self, device: torch.device) -> None:
         self.has_compiled = False
         self._threads = ThreadPoolExecutor(
-            len(os.sched_getaffinity(0)),
+            min(len(os.sched_getaffinity(0)), _MOST_THREADS),
             thread_name_prefix="compile",
             initializer=torch.cuda.set_device,
             initargs=(device,),

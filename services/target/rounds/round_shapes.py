@@ -13,6 +13,7 @@ import torch
 from services.target.throughput import CostTable
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.graphs import round_graph_bytes, step_memory_bytes
+from shared.runtime.kernel_compiler import compile_kernels
 from shared.runtime.memory import Shortage, free_memory_bytes, in_words
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
@@ -307,9 +308,7 @@ class RoundShapes:
             for count in round_sizes(most)
         ]
         sizes.sort(key=self._graph_bytes, reverse=True)
-        if self._is_cuda and self._is_here and self._target.leader is None:
-            from shared.runtime.kernel_compiler import compile_kernels
-
+        if self._is_here and self._target.leader is None:
             compile_kernels(self._launches(sizes), self._device)
         shortages: dict[TreeShape, RuntimeError] = {}
         is_largest = True
