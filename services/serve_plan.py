@@ -184,10 +184,11 @@ class _PlanBuilder:
                 )
             )
         self.target = with_local_model(self.target)
-        is_standalone = self.launcher.algorithms in (None, ("STANDALONE",))
-        if self._is_cpu_demo and is_standalone and not self._is_given(words, TARGET, _WAIT_FLAG):
-            # The demo on a CPU is there to show trees, which bring a lone request more than plain
-            # steps; a few slow rounds may say otherwise. Trees of heads are too slow there.
+        names = self.launcher.algorithms
+        are_heads = names is not None and all(Algorithm(name).reads_features for name in names)
+        if self._is_cpu_demo and not are_heads and not self._is_given(words, TARGET, _WAIT_FLAG):
+            # The demo on a CPU is there to show trees: a lone request waits for them even where
+            # plain steps are as fast. With the trees of heads it would be slower.
             words.append(f"{_WAIT_FLAG}=1")
             self.target = replace(self.target, candidate_wait_sequences=1)
         return self._with_drafts()

@@ -316,6 +316,8 @@ def test_the_demo_on_a_cpu_shows_trees_unless_told_otherwise() -> None:
     assert plan.drafts[0].settings.shape == TreeShape(4, 2, 8)
     assert not _plan("--candidate-wait-sequences", "0").target.candidate_wait_sequences
     assert not _plan(gpus=1).target.candidate_wait_sequences
+    assert _plan("--algorithm", "NGRAM").target.candidate_wait_sequences == 1
+    assert _plan("--algorithm", "STANDALONE,EAGLE3").target.candidate_wait_sequences == 1
     assert not _plan("--algorithm", "EAGLE3").target.candidate_wait_sequences
     chain = _plan("--speculative-eagle-topk", "1")
     assert chain.drafts[0].settings.shape == TreeShape(3, 1, 4)
