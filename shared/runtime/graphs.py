@@ -520,8 +520,8 @@ class ForwardGraphs:
         if self._decoder.group is None:
             from shared.runtime.kernel_compiler import compile_kernels
 
-            pieces = (partial(self._forward, self._inputs.bucket(key), key) for key in keys)
-            compile_kernels(pieces, self._pool.device)
+            work = (partial(self._forward, self._inputs.bucket(key), key) for key in keys)
+            compile_kernels(work, self._pool.device)
         for key in tqdm(
             first, desc="first CUDA graphs", unit="graph", disable=None if show_progress else True
         ):

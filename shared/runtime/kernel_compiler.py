@@ -1,7 +1,7 @@
-"""Compiles Triton's kernels side by side, before CUDA graphs need them.
+"""Compiles Triton's kernels on several threads, before CUDA graphs are captured.
 
 Triton compiles a kernel at its first launch, in about half a second, and keeps it on disk for the
-next start. The first start of an 8B with an EAGLE-3 head launches some two hundred kernels.
+next start. The first start of an 8B with an EAGLE-3 head needs some two hundred kernels.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _MOST_THREADS = 16  # each takes some hundred MB, and Python runs one at a time
 
 @torch.inference_mode()
 def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) -> None:
-    """Compiles the kernels that pieces of work launch. Runs nothing on the device: each piece is
-    captured into a CUDA graph that is dropped. A CPU has no kernels.
+    """Compiles the kernels that some functions launch. Runs nothing on the device: each function is
+    captured into a CUDA graph that is dropped. On a CPU there is nothing to compile.
 
-    A piece must keep no tensor that it makes: none is ever written.
+    Ends after the first function if its kernels are all on disk, as they are at later starts. What
+    is missing then, Triton compiles at the first launch.
 
-    Ends after the first piece if all of its kernels are compiled, as they are at a second start.
-    Kernels that are missing afterwards are compiled when they are launched.
+    Args:
+        work: functions that keep no tensor which they create: it would never be written.
     """
     if device.type != "cuda":
         return
@@ -43,15 +44,15 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
     memory = torch.cuda.graph_pool_handle()
     with _Compiler(device) as compiler:
         try:
-            for piece in work:
+            for launch in work:
                 graphs.append(torch.cuda.CUDAGraph())
                 with capturing(graphs[-1], memory):
                     matrix.zero_()  # torch warns of an empty graph
-                    piece()
+                    launch()
                 if not compiler.has_compiled:
                     compiler.wait()
-                if not compiler.has_compiled:
-                    break
+                    if not compiler.has_compiled:
+                        break
         except RuntimeError as error:
             logger.warning("kernels are compiled one after the other: %s", error)
         compiler.wait()
@@ -62,7 +63,8 @@ def compile_kernels(work: Iterable[Callable[[], object]], device: torch.device) 
 
 
 class _Compiler:
-    """Threads that compile kernels.
+    """Threads that compile kernels. In its context, the thread that made this object launches no
+    kernel that is not compiled yet, but hands it to these threads.
 
     Attributes:
         has_compiled: some kernel was not on disk.
@@ -84,7 +86,7 @@ class _Compiler:
         from triton.knobs import compilation, runtime
 
         self._hooks = runtime.jit_cache_hook, compilation.listener
-        runtime.jit_cache_hook, compilation.listener = self._is_left_out, self._listen
+        runtime.jit_cache_hook, compilation.listener = self._skips_launch, self._listen
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,9 +95,10 @@ class _Compiler:
         self._threads.shutdown(cancel_futures=True)
         runtime.jit_cache_hook, compilation.listener = self._hooks
 
-    def _is_left_out(self, *, fn: Any, **given: Any) -> bool:
-        """Triton's `jit_cache_hook`: of a kernel that is not in this process's memory yet. Has it
-        compiled, and returns whether the launch is left out: not those of other threads."""
+    def _skips_launch(self, *, fn: Any, **given: Any) -> bool:
+        """Triton's `jit_cache_hook`, called at the launch of a kernel that this process has neither
+        compiled nor loaded yet. Returns True to skip the launch. Those of other threads are not
+        skipped: to compile a kernel, these threads call the hook, too."""
         if threading.get_ident() != self._launcher:
             return False
         key = (fn.module, fn.name, str(given["key"]))
@@ -105,7 +108,7 @@ class _Compiler:
         return True
 
     def _listen(self, *, cache_hit: bool, **_: object) -> None:
-        """Triton's `listener`: a kernel was compiled or read from disk."""
+        """Triton's `listener`, called when a kernel was compiled or read from disk."""
         if not cache_hit:
             self.has_compiled = True
 
@@ -115,7 +118,7 @@ class _Compiler:
 
 
 def _load(name: str, function: Any, specialization_data: str) -> None:
-    """Compiles a kernel and loads it onto the device, which a capture must not do."""
+    """Compiles a kernel and loads it onto the device: that must not happen in a capture."""
     try:
         kernel = function.preload(specialization_data)
         kernel.run  # noqa: B018 - loads the kernel

@@ -429,7 +429,7 @@ class RoundBatches:
                 is_causal=torch.full((batch_size,), is_causal, device=device),
                 logit_rows=torch.arange(batch_size * num_rows, device=device),
             )
-            # What is made inside of a capture is undefined until the graph runs.
+            # Tensors that are created in a capture are undefined until its graph runs.
             if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
                 self._fixed[key] = rows
         return rows

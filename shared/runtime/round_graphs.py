@@ -244,7 +244,8 @@ class RoundGraphs:
             self._group.broadcast(drawn)
 
     def empty_round(self, num_slots: int, sampling: RoundSampling) -> Callable[[], TreeRows]:
-        """Returns what queues a round of empty slots without graphs and returns its trees."""
+        """Returns a function that queues a round of empty slots without graphs, and returns its
+        trees."""
         num_slots, sampling = self._key(num_slots, sampling)
         state = self._state.first(num_slots).emptied()
 
@@ -259,7 +260,7 @@ class RoundGraphs:
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
-        # It loads kernels and allocates workspaces outside of the graphs.
+        # A round of empty slots loads kernels and allocates workspaces outside of the graphs.
         drawn = torch.zeros_like(self.empty_round(num_slots, sampling)().depths)
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
         with capturing(draft, self._memory, group=self._group):

@@ -521,7 +521,7 @@ class RoundRunner:
             self._current.graphs.make(num_sequences, sampling)
 
     def empty_round(self, num_sequences: int, sampling: RoundSampling) -> Callable[[], object]:
-        """Returns what queues all kernels of a round of empty slots, without graphs."""
+        """Returns a function that queues all kernels of a round of empty slots, without graphs."""
         return self._current.graphs.empty_round(num_sequences, sampling)
 
     def capture_prompts(self) -> None:

@@ -308,6 +308,7 @@ class RoundShapes:
             for count in round_sizes(most)
         ]
         sizes.sort(key=self._graph_bytes, reverse=True)
+        # The followers of a leader would have to capture at the same time.
         if self._is_here and self._target.leader is None:
             compile_kernels(self._launches(sizes), self._device)
         shortages: dict[TreeShape, RuntimeError] = {}
@@ -335,7 +336,7 @@ class RoundShapes:
             logger.info("CUDA graphs of rounds take %s", in_words(taken_bytes))
 
     def _launches(self, sizes: Sequence[tuple[TreeShape, int]]) -> Iterator[Callable[[], object]]:
-        """Yields what launches the kernels of rounds, for each shape and size."""
+        """Yields a function for each shape and size that launches the kernels of such a round."""
         for shape, count in sizes:
             self.turn_to(shape)
             for kind in CAPTURED_KINDS:

@@ -54,7 +54,7 @@ def test_rounds_equal_those_of_the_host(
     pair, samplings = pairs[name], SAMPLINGS[sampling]
     starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE, is_recorded=False)
-    # As at a start: it must leave nothing behind.
+    # As at a start; what is captured there must not be read here.
     compile_kernels([rounds.runner.empty_round(len(starts), RoundSampling.DRAWN)], CUDA)
     for number, token_ids in enumerate(starts):
         rounds.add(number, token_ids, samplings[number % len(samplings)])
