@@ -14,9 +14,11 @@ own, and mends invalid trees.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -256,6 +258,8 @@ class MappedHead(HeadPlace):
         self._is_warming_up = True
         self._round_s: RoundSeconds | None = None
         self._is_cuda = is_cuda = device.type == "cuda"
+        # Another thread may report that a process has gone while `open` names the next one.
+        self._lock, self._num_openings = threading.Lock(), 0
         # The last round whose trees came too late, and whether the process has gone.
         self._notes = torch.zeros(2, dtype=torch.int32, pin_memory=is_cuda)
 
@@ -267,23 +271,32 @@ class MappedHead(HeadPlace):
             num_outcomes=max(sized.shape.num_outcomes for sized in self._shapes),
         )
 
-    def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
-        """Asks a process to map the memory and to prepare for rounds."""
+    def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> Callable[[], None]:
+        """Asks a process to map the memory and to prepare for rounds.
+
+        Returns:
+            What ends the waits of all rounds under way, and of later ones, once that process has
+            gone. Callable from any thread: the engine's may be in one of these waits. Has no effect
+            after the next `open`.
+        """
         self._send, self.is_open, self.is_broken = send, True, False
         self._is_warming_up, self._backlogs = True, []
-        self._notes[_GONE] = 0
+        with self._lock:
+            self._num_openings += 1
+            self._notes[_GONE] = 0
         self.forgive()
         opening = OpenMapped(self._memory.address, self._features, self._shapes, self._round)
         self._send_all(opening, *prepared)
+        return partial(self._abandon, self._num_openings)
 
     def close(self) -> None:
         """Ends the use of a process that has left; `open` may name another one."""
         self._send, self.is_open, self.is_broken = _refuse, False, True
 
-    def abandon(self) -> None:
-        """Ends the waits of all rounds under way, and of later ones until `open`, because the
-        process has gone. Callable from any thread: the engine's may be in one of these waits."""
-        self._notes[_GONE] = 1
+    def _abandon(self, opening: int) -> None:
+        with self._lock:
+            if opening == self._num_openings:
+                self._notes[_GONE] = 1
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """See `HeadPlace.warmed_up`. From now on late trees count."""

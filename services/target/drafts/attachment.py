@@ -7,6 +7,7 @@ import asyncio
 import enum
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -378,6 +379,7 @@ class Attachment:
         rounds: its head and pages, for rounds on the device; None where it drafts by itself.
         mapped_offer: its head could take part in rounds from its own process.
         mapped: these rounds, from the time at which the target begins to open them.
+        end_waits: ends the waits of these rounds for its trees; see `MappedHead.open`.
         refusal: why it was not added; set before its port is closed.
         learns: it is a learner: it gets sequences that have ended, and drafts for none.
         max_context_tokens: most tokens of an ended sequence that a learner wants; None for all.
@@ -393,6 +395,7 @@ class Attachment:
     rounds: RoundSource | None = None
     mapped_offer: MappedOffer | None = None
     mapped: MappedRounds | None = None
+    end_waits: Callable[[], None] | None = None
     refusal: OutriderError | None = None
     learns: bool = False
     max_context_tokens: int | None = None
@@ -438,8 +441,8 @@ class Attachment:
     def abandon(self) -> None:
         """Ends the wait of rounds on the device for its trees, once its stream has ended. From any
         thread."""
-        if self.mapped is not None:
-            self.mapped.head.abandon()
+        if self.end_waits is not None:
+            self.end_waits()
 
     def is_avoided(self, now_s: float) -> bool:
         """Whether other drafts come first for a sequence: this one is silent, and either has a

@@ -68,7 +68,8 @@ class MappedRounds:
             for count in reversed(round_sizes(max_sequences))
             for kind in CAPTURED_KINDS
         ]
-        self.head.open(send, [PrepareMapped(*size, size is sizes[-1]) for size in sizes])
+        prepared = [PrepareMapped(*size, size is sizes[-1]) for size in sizes]
+        attachment.end_waits = self.head.open(send, prepared)
 
 
 @dataclass(slots=True)

@@ -234,11 +234,17 @@ def test_what_late_trees_cost_is_not_held_against_a_shape(
         draft.is_frozen = False
 
 
-def test_another_draft_takes_the_place_of_one_that_left(pair: Pair) -> None:
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["detached", "dropped"])
+def test_another_draft_takes_the_place_of_one_that_left(pair: Pair, is_dropped: bool) -> None:
+    """The stream of a draft that is dropped ends when the other one has its place already."""
     with _setup(pair) as setup:
-        setup.attach("first")
+        first = setup.attach("first")
         second = setup.attach("second")
         assert not second.commands, "two models cannot share the lanes"
+        if is_dropped:
+            first.is_full = True
+            setup.answers(SAMPLINGS[0])
+        first.attachment.abandon()
         setup.engine.detach("first")
         settle(setup.engine)
         second.settle()
