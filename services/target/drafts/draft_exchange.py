@@ -93,13 +93,14 @@ class Learners:
             elif (lesson := self._lesson(learner, sequence)) is not None:
                 self._lessons.append(lesson)
 
-    def send_messages(self) -> None:
-        """Sends queued messages, and the sequences whose rows have been copied to the host."""
+    def send_messages(self) -> list[Attachment]:
+        """Sends queued messages, and the sequences whose rows have been copied to the host. Returns
+        the learners that do not keep up."""
+        slow = []
         for learner in self.attached:
             message = learner.take_message()
             if message is not None and not learner.port.send(message):
-                learner.port.close()
-                self.detach(learner.identity.attachment_id)
+                slow.append(learner)
         while self._lessons and self._lessons[0].rows.is_done:
             lesson = self._lessons.popleft()
             opened, learner = lesson.opened, lesson.attachment
@@ -110,6 +111,7 @@ class Learners:
             )
             if not learner.port.send(DraftMessage(opened=[opened], features=[rows])):
                 self.num_missed += 1
+        return slow
 
     def close(self) -> None:
         """Ends every learner's stream."""
@@ -302,7 +304,8 @@ class DraftExchange:
             if is_broken or attachment in self._slow:
                 self._drop(attachment)
         self._slow.clear()
-        self.learners.send_messages()
+        for learner in self.learners.send_messages():
+            self._drop(learner)
 
     def send_early(self) -> None:
         """Sends what is new to drafts in the middle of a turn, so that they can read the prompts of
@@ -312,7 +315,8 @@ class DraftExchange:
                 self._slow.append(attachment)
 
     def _drop(self, attachment: Attachment) -> None:
-        logger.warning("draft %s does not keep up", attachment.identity.worker_id)
+        name = "learner" if attachment.learns else "draft"
+        logger.warning("%s %s does not keep up", name, attachment.identity.worker_id)
         attachment.port.close()
         self.detach(attachment.identity.attachment_id)
 

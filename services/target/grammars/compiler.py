@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ from services.target.grammars.source import (
 from services.target.grammars.trial import Answer
 from shared.errors import EngineFailed, FailedPrecondition, InvalidArgument, QueueFull
 from shared.grammar import Grammar
+
+logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
 _NUM_CACHED = 256
@@ -121,7 +124,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Lets the threads end; waiting grammars are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        for process in tuple(self._processes):
             process.close()
 
     async def _compile_in_turn(self, grammar: Grammar) -> _Compiled:
@@ -142,6 +145,9 @@ class GrammarCompiler:
         vocabulary = self._read_vocabulary()
         process: _TrialProcess | None = getattr(self._per_thread, "process", None)
         if process is None or not process.is_alive:
+            if process is not None:
+                self._processes.remove(process)
+                process.close()
             process = self._per_thread.process = _TrialProcess(
                 self._path, self._vocab_size, self._eos_token_ids, self._limits
             )
@@ -216,7 +222,7 @@ class _TrialProcess:
 
         Raises:
             InvalidArgument: the grammar is wrong, or takes too long or too much memory.
-            EngineFailed: the process ended.
+            EngineFailed: the process ended, or the compiler failed.
         """
         process, kind, limits = self._process, grammar.kind.value, self._limits
         assert process.stdin is not None
@@ -229,6 +235,9 @@ class _TrialProcess:
             message = "the process that tries grammars ended"
             raise EngineFailed(message, reason="ENGINE_FAILED")
         answer: Answer = json.loads(line)
+        if answer["outcome"] == "failed":
+            logger.error("a %s could not be compiled: %s", kind, answer["message"])
+            raise EngineFailed.of()
         if answer["outcome"] == "wrong":
             raise InvalidArgument.of(answer["reason"], "grammar", answer["message"])
         if answer["outcome"] == "slow":

@@ -28,8 +28,9 @@ _NICE = 5  # the engine's threads have priority
 class Answer(TypedDict, total=False):
     """The result of a trial.
 
-    `outcome` is `good`, `wrong`, `slow` or `large`. `num_bytes` is the memory of a good grammar;
-    `reason` and `message` are the error of a wrong one.
+    `outcome` is `good`, `wrong`, `slow`, `large` or `failed`. `num_bytes` is the memory of a good
+    grammar; `reason` and `message` are the error of a wrong one, and `message` that of a compiler
+    that failed.
     """
 
     outcome: str
@@ -83,6 +84,10 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Answer:
         compiled(grammar, vocabulary)
     except OutriderError as error:
         return Answer(outcome="wrong", reason=error.reason, message=error.message)
+    except MemoryError:
+        return Answer(outcome="large")
+    except Exception as error:
+        return Answer(outcome="failed", message=repr(error))
     return Answer(outcome="good", num_bytes=max(_resident_bytes() - before, 0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
@@ -15,7 +16,7 @@ from grpc import aio
 
 from services.target.requests.admission import Admission, KeyedEvent, OpenRequests, RequestRecord
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
-from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
+from shared.errors import DeadlineExceeded, EngineFailed, InvalidArgument, OutriderError
 from shared.generation import Delta, Failed, PromptScored, PromptScoring, RoundTrace, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
@@ -28,6 +29,8 @@ from shared.rpc.requests import (
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, drawn_seed
 from shared.telemetry.tracing import current_request_id, current_traceparent, new_request_id
 from shared.tokens import FinishReason, TokenLogprobs, WeightChange
+
+logger = logging.getLogger(__name__)
 
 
 def generation_request(
@@ -310,6 +313,10 @@ class OpenSession(OpenRequests):
             admission.engine.submit(request, self.stream, submit.request_id)
         except OutriderError as error:
             self.stream.put([(submit.request_id, Failed(error))])
+        except Exception:
+            # It must fail this request alone, and must not leave its client waiting.
+            logger.exception("request %s failed before it was queued", record.request_id)
+            self.stream.put([(submit.request_id, Failed(EngineFailed.of()))])
 
     def _expire(self, key: int, timeout_s: float) -> None:
         message = f"the request took longer than the {timeout_s:g} s it was given"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
-from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.feature_store import MAX_STORES, FeatureSpec
 from services.target.engine import Engine
+from services.target.weight_control import WeightVersion
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import build_engine, request, run
@@ -117,6 +118,24 @@ def test_a_slow_learner_misses_sequences_and_keeps_its_place(pair: Pair) -> None
     port.room = 1000
     run(engine, requests)
     assert len(port.messages) == 1 + len(PROMPTS)
+
+
+def test_a_learner_that_takes_no_messages_is_dropped_with_its_features(pair: Pair) -> None:
+    """Learners of other features find room again and again."""
+    engine = _engine(pair, has_lanes=False)
+    for number in range(MAX_STORES + 1):
+        port = _Port(room=0)
+        learner = _learner(pair, port)
+        assert learner.feature_spec is not None
+        learner.feature_spec = replace(learner.feature_spec, key=f"features {number}")
+        engine.attach(learner)
+        run(engine, [request(PROMPTS[0])])
+        assert learner.refusal is None
+        assert not port.is_closed, "a sequence may be missed"
+        learner.outbox.weights = WeightVersion("second", 1)
+        run(engine, [request(PROMPTS[1])])
+        assert port.is_closed
+        engine.detach("learner")  # its stream has ended
 
 
 def test_a_learner_that_left_is_told_no_more(pair: Pair) -> None:
