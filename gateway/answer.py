@@ -27,6 +27,7 @@ from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
 from gateway.schema_trial import Verdict, unknown
+from shared.errors import OutriderError
 from shared.generation import Delta, PromptScored, Started
 from shared.grammar import JsonSchema
 from shared.tokens import FinishReason
@@ -204,6 +205,7 @@ class Answer:
             OutriderError: a generation failed; the others are of no use without it.
             ClientGone, ClientTooSlow: nobody reads.
             Aborted: the request was aborted by its id.
+            Unavailable: the gateway stops.
         """
         changed: dict[int, Choice] = {}
         for index, event in await self._inbox.take():
@@ -260,12 +262,16 @@ class Answer:
 
         self._inbox.take_now = take_now
 
-    def abort(self) -> None:
-        """Cancels every generation and makes `step` raise `Aborted` after the events that have
-        arrived: the client gets the output so far."""
+    def abort(self, error: OutriderError | None = None) -> None:
+        """Cancels every generation and makes `step` raise an error after the events that have
+        arrived.
+
+        Args:
+            error: None is `Aborted`, with which the client gets the output so far.
+        """
         self.cancel()
         message = f"request {self.plan.request_id} was aborted"
-        self._inbox.end(Aborted(message, reason="REQUEST_ABORTED"))
+        self._inbox.end(error or Aborted(message, reason="REQUEST_ABORTED"))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs."""

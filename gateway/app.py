@@ -122,12 +122,18 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models/{name:path}", tags=["openai"])
     async def model(name: str) -> dict[str, Any]:
+        if not name:
+            return await models()
         return bodies.model(name, int(gateway.start_time_s), gateway.pool.model(name))
 
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health", tags=["operations"])
     @app.get("/ready", tags=["operations"])
+    @app.get("/ping", tags=["operations"])
+    @app.head("/health", include_in_schema=False)
+    @app.head("/ready", include_in_schema=False)
+    @app.head("/ping", include_in_schema=False)
     async def health() -> Response:
         status, detail = gateway.health()
         return json_response(detail, status)

@@ -258,6 +258,9 @@ class Choice:
                 score = TokenScore(token_id, self._num_characters, delta.logprobs[index])
                 self._scores.append(score)
             self._num_characters += len(text)
+            if self.num_output_tokens + index < self._options.min_tokens:
+                self._texts.append(text)
+                continue
             self._add_text(text)
             if self.matched_stop is not None:
                 self.finish_reason = FinishReason.STOP

@@ -62,6 +62,12 @@ _ANTHROPIC_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+# What pydantic says in its own terms, by its name of the error.
+_OBJECT, _INTEGER = "it must be an object", "it must be an integer in [-2^63, 2^63)"
+_RULES = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _OBJECT),
+    **dict.fromkeys(("int_parsing_size", "int_from_float"), _INTEGER),
+}
 NOTICE_HEADER = "x-outrider-notice"
 _MAX_CHARACTERS = 1024
 _log = logging.getLogger(__name__)
@@ -156,13 +162,17 @@ async def on_error(request: Request, error: Exception) -> Response:
         case OutriderError():
             return error_response(error, path)
         case RequestValidationError():  # OpenAI answers 400 where FastAPI would answer 422
-            return Problem.of(_invalid_body(error.errors())).response(path)
+            sent_as = request.headers.get("content-type")
+            return Problem.of(_invalid_body(error.errors(), sent_as)).response(path)
         case HTTPException(__cause__=OutriderError() as cause):  # FastAPI's, while it reads a body
             return error_response(cause, path)
         case HTTPException():
             status = HTTPStatus(error.status_code)
             code = _HTTP_CODES.get(status, status.name.lower())
-            return Problem(status, str(error.detail), code).response(path, error.headers)
+            message = str(error.detail)
+            if message == status.phrase:  # Starlette's, of a path or a method that has no route
+                message = f"there is no {request.method} {path[:_MAX_SHOWN]}; see /docs"
+            return Problem(status, message, code).response(path, error.headers)
         case ClientGone():
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
     # The traceback goes to the log; the client learns that the error is not its own.
@@ -172,7 +182,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     return problem.response(path, {"connection": "close"})
 
 
-def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
+def _invalid_body(problems: Sequence[Any], content_type: str | None) -> InvalidArgument:
     """Returns the error of the first wrong field. Of a union's errors it is that of the member that
     was parsed furthest: a list of parts without a type is meant as a list, not as a string."""
     first = problems[0]["loc"][:2]
@@ -180,12 +190,22 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
     problem = max(same_field, key=lambda candidate: len(_names(candidate["loc"][1:])))
     field = _field(problem["loc"][1:])
     if not field:
-        message = "the body must be a JSON object, sent as content-type application/json"
+        message = f"{_described(problem['input'], content_type)}; it must be a JSON object"
         return InvalidArgument(message, reason="BODY_INVALID")
     if problem["type"] == "missing":
         return InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
-    message = f"{field} is {_shown(problem['input'])}: {problem['msg']}"
+    rule = _RULES.get(problem["type"], problem["msg"])
+    message = f"{field} is {_shown(problem['input'])}: {rule}"
     return InvalidArgument.of("FIELD_INVALID", field, message)
+
+
+def _described(body: object, content_type: str | None) -> str:
+    """Returns what a body is that is no JSON object."""
+    if body is None or body == b"":
+        return "the body is empty"
+    if isinstance(body, bytes):  # FastAPI parses only what is sent as JSON
+        return f"the body's content-type is {_shown(content_type)}, not 'application/json'"
+    return f"the body is {_shown(body)}"
 
 
 def _field(path: Sequence[str | int]) -> str:

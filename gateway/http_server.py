@@ -55,9 +55,10 @@ _TOO_SLOW = HTTPStatus.REQUEST_TIMEOUT
 _BUSY = HTTPStatus.SERVICE_UNAVAILABLE
 FILES_PREFIX = "/playground/"
 _OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
+    {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
 )
-_FREE_PATHS = frozenset({"/abort_request"})  # a client at its limit must be able to abort requests
+# A client at its limit must be able to end requests.
+_FREE_PATHS = re.compile(r"/abort_request|/v1/responses/[^/]+/cancel")
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 MAX_DEPTH = 128
 _OPENING = (b"{", b"[")
@@ -410,7 +411,7 @@ class Access:
             await problem.response(path)(scope, receive, send)
             return
         current_quota.set(quota)
-        if scope["method"] != "POST" or path in _FREE_PATHS:
+        if scope["method"] != "POST" or _FREE_PATHS.fullmatch(path):
             await self._app(scope, receive, send)
             return
         try:
@@ -423,8 +424,8 @@ class Access:
 
 
 class BodyLimit:
-    """Refuses a body that is too large, with or without a content length, or does not arrive in
-    time. Also refuses bodies while all arriving bodies together take too much memory."""
+    """Refuses a body that is compressed, too large, with or without a content length, or does not
+    arrive in time. Also refuses bodies while all arriving bodies together take too much memory."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
@@ -432,7 +433,14 @@ class BodyLimit:
         self._num_buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        encoding = headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            message = f"content-encoding is {encoding[:64]!r}; bodies must not be compressed"
+            problem = Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, "body_encoded")
+            await problem.response(scope["path"])(scope, receive, send)
+            return
+        length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             problem = Problem(_TOO_LARGE, self._message(int(length)), "body_too_large")
             await problem.response(scope["path"])(scope, receive, send)

@@ -66,6 +66,7 @@ class TextOptions:
     """Options for turning the tokens of every choice into text.
 
     Attributes:
+        min_tokens: tokens of the output within which nothing is a stop string.
         hidden_token_ids: tokens that end generation and are not shown; none with `include_stop`.
         output: parsers of tool calls and reasoning; None when all output is text.
         include_reasoning: whether reasoning is shown.
@@ -77,6 +78,7 @@ class TextOptions:
 
     stop_strings: tuple[str, ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
+    min_tokens: int = 0
     include_stop: bool = False
     skip_special_tokens: bool = True
     hidden_token_ids: frozenset[int] = frozenset()
@@ -409,6 +411,7 @@ def _text_options(body: GenerationBody) -> TextOptions:
     return TextOptions(
         stop_strings=_as_tuple(body.stop),
         stop_patterns=tuple(map(StopPattern.of, _as_tuple(body.stop_regex))),
+        min_tokens=body.min_tokens or 0,
         include_stop=body.keeps_stop,
         skip_special_tokens=body.skip_special_tokens is not False,
         with_rounds=body.speculation is not None and body.speculation.trace,

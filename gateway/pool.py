@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gateway.generation import Event, Generation, TargetModel, TargetState
 from gateway.settings import GatewaySettings
 from gateway.target_link import LINK_TIMING, LinkTiming, TargetLink, is_retryable
-from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
+from shared.errors import NotFound, OutriderError, QueueFull, StatusCode, Unavailable
 from shared.generation import Failed, PromptScored, Started
 
 Deliver = Callable[[Event], None]
@@ -158,14 +158,18 @@ class TargetPool:
 
         Raises:
             Unavailable: no target takes requests.
-            QueueFull: the picked target does not read its session.
+            QueueFull: no target that takes requests reads its session.
         """
         routed = RoutedGeneration(self, generation, name, deliver)
-        link = self._pick(routed)
-        if link is None:
-            raise self._no_target()
-        routed.place(link)
-        return routed
+        error: OutriderError = self._no_target()
+        while (link := self._pick(routed)) is not None:
+            try:
+                routed.place(link)
+            except QueueFull as full:
+                error = full
+            else:
+                return routed
+        raise error
 
     def place_again(self, routed: RoutedGeneration, error: OutriderError) -> None:
         """Moves a generation whose target refused or lost it. Without another target it waits, or

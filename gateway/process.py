@@ -128,7 +128,8 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
         await http.run_until(stop)
     finally:
         await gateway.lifecycle.drain()
-        await gateway.lifecycle.wait_idle(settings.drain_grace_s)
+        if await gateway.lifecycle.wait_idle(settings.drain_grace_s):
+            gateway.end_answers(settings.drain_grace_s)
         for server in servers:
             await server.stop(_FLUSH_GRACE_S)
         await gateway.pool.close()

@@ -293,8 +293,8 @@ class StopPatterns:
         matches = [
             (end, start, pattern.source)
             for pattern in self._patterns
-            for start, end in [pattern.search(self._text, self._num_sent) or (0, 0)]
-            if end
+            if (span := pattern.search(self._text, self._num_sent)) is not None
+            for start, end in [span]
         ]
         if matches:
             end, start, self.matched = min(matches)

@@ -409,11 +409,13 @@ class KnownFields:
         unimplemented: refused by name unless the value is null, false or empty. Fields that an
             empty object turns on are refused unless null.
         neutral: by field, the values that ask for what happens anyway; other values are refused.
+        renamed: names that unimplemented fields of other interfaces have in this one.
     """
 
     harmless: frozenset[str] = frozenset()
     unimplemented: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_generation(
@@ -421,11 +423,12 @@ class KnownFields:
         harmless: frozenset[str],
         unimplemented: frozenset[str] = frozenset(),
         neutral: Mapping[str, tuple[Any, ...]] | None = None,
+        renamed: Mapping[str, str] | None = None,
     ) -> Self:
         """Returns the fields of an interface that generates text. Fields that only another of these
         interfaces reads are refused: they would change the answer here as well."""
         refused = unimplemented | (_UNIMPLEMENTED | _OPENAI_FIELDS) - harmless
-        return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})})
+        return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})}, renamed or {})
 
     def refuse(self, body: Body, prefix: str = "") -> None:
         """Gives the client a notice of the body's unknown fields.
@@ -449,6 +452,9 @@ class KnownFields:
         is_on_by_default = any(choice is True for choice in neutral)
         is_asked = value is False if is_on_by_default else value and value not in neutral
         if is_asked or (name in _ON_IF_EMPTY and value is not None):
+            if name in self.renamed:
+                message = f"{prefix}{name} is named {prefix}{self.renamed[name]} here"
+                raise InvalidArgument.of("NOT_IMPLEMENTED", prefix + name, message)
             raise unimplemented(prefix + name)
         return True
 
@@ -550,11 +556,12 @@ def refuse_rounds(speculation: Speculation | None) -> None:
 
 def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None:
     """Raises:
-    InvalidArgument: a part of the content is not text.
+    InvalidArgument: a part of the content is not text, or has none.
     """
     for index, part in enumerate(() if isinstance(content, str) else content or ()):
         if part.type != "text":
             raise unread(f"{field}[{index}]", part.type)
+        required(f"{field}[{index}].text", part.text)
 
 
 def unread(field: str, kind: str) -> InvalidArgument:

@@ -16,7 +16,7 @@ from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
 from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace
-from shared.errors import FailedPrecondition
+from shared.errors import FailedPrecondition, Unavailable
 from shared.rpc.admin_client import TargetAdmin
 from shared.rpc.server import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -70,6 +70,12 @@ class Gateway:
         for answer in matches:
             answer.abort()
         return len(matches)
+
+    def end_answers(self, grace_s: float) -> None:
+        """Fails the answers that are left at the end of a drain's grace."""
+        message = f"the gateway stops; it gave requests {grace_s:g} s to finish"
+        for answer in self.open_answers:
+            answer.abort(Unavailable(message, reason="SERVER_DRAINING", retry_after_s=1.0))
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.

@@ -41,7 +41,7 @@ Receive = Callable[[Event], None]
 SessionCall = aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 _log = logging.getLogger(__name__)
-_MAX_UNSENT_MESSAGES = 4096
+_MAX_UNSENT_MESSAGES = 16_384
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,

@@ -111,8 +111,8 @@ class InvalidArgument(OutriderError):
     def prompt_too_long(cls, num_tokens: int, limit: int, at_least: str = "") -> Self:
         # Client libraries look for the last words before they fall back or shorten the prompt.
         message = (
-            f"the prompt has {at_least}{num_tokens:,} tokens; the model accepts {limit:,}: "
-            "the prompt is longer than the model's context length"
+            f"the prompt has {at_least}{num_tokens:,} tokens; it may have {limit:,} and leave room "
+            "for output: the prompt is longer than the model's context length"
         )
         return cls.of("PROMPT_TOO_LONG", "prompt", message)
 

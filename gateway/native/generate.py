@@ -31,6 +31,13 @@ from shared.tokens import FinishReason, TokenLogprobs
 _Prompts = str | list[str] | list[int] | list[list[int]]
 
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
+# The names of sampling fields here, by their names elsewhere.
+_RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_CONSTRAINTS = ("regex", "ebnf", "json_schema", "structural_tag")
+_UNRENAMED = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
+_SAMPLING_NAMES = {
+    name: f"sampling_params.{_RENAMED.get(name, name)}" for name in (*_UNRENAMED, *_RENAMED)
+}
 _FIELDS = KnownFields.of_generation(
     harmless=frozenset(
         {"background", "custom_labels", "data_parallel_rank", "include_reasoning", "log_metrics"}
@@ -40,15 +47,18 @@ _FIELDS = KnownFields.of_generation(
         {"audio_data", "bootstrap_host", "bootstrap_room", "image_data"}
         | {"positional_embed_overrides", "video_data"}
     ),
+    renamed=_SAMPLING_NAMES,
 )
 _SAMPLING_FIELDS = KnownFields.of_generation(
     harmless=frozenset({"skip_tokenizer_init", "spaces_between_special_tokens"}),
     unimplemented=frozenset({"beam_width", "ebnf_full_assistant"}),
+    renamed=_RENAMED,
 )
-_RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-_PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
-_CONSTRAINTS = ("regex", "ebnf", "json_schema", "structural_tag")
-_UNRENAMED = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
+_OUTPUT_NAMES = {
+    "logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
+    "prompt_logprob_start": "logprob_start_len",
+}
 
 _Entries = list[list[Any]] | None
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": GenerateAnswer | list[GenerateAnswer]}}
@@ -106,14 +116,11 @@ async def generate_plan(
     scores = _scores(body, count)
     for sampling in samplings:
         _SAMPLING_FIELDS.refuse(sampling, "sampling_params.")
-    names = {name: f"sampling_params.{_RENAMED.get(name, name)}" for name in _UNRENAMED}
-    names |= {name: f"sampling_params.{native}" for name, native in _RENAMED.items()}
     if body.return_routed_experts and any(sampling.stop for sampling in samplings):
         # The gateway finds stop strings, before the target has reported the routed experts.
         message = "return_routed_experts is true; stop cannot be set beside it, stop_token_ids can"
         raise InvalidArgument.of("ROUTED_EXPERTS_STOP", "return_routed_experts", message)
-    names |= {"logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob"}
-    with client_names({**names, "prompt": field, **_PROMPT_NAMES}):
+    with client_names({**_SAMPLING_NAMES, **_OUTPUT_NAMES, "prompt": field}):
         settings = list(zip(samplings, scores, strict=True))
         if all(own == settings[0] for own in settings):
             batches = [prompts]

@@ -82,6 +82,8 @@ _FIELDS = KnownFields.of_generation(
     ),
     unimplemented=frozenset({"context_management"}),
     neutral={"truncation": ("disabled",)},
+    renamed={"max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens"}
+    | {"messages": "input", "response_format": "text.format"},
 )
 _TEXT_FIELDS = KnownFields()
 # Reasoning is returned whole, never summarized.

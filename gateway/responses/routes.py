@@ -54,7 +54,7 @@ from gateway.responses.store import (
 )
 from gateway.schema import ChatCompletionRequest, ChatMessage
 from gateway.serving import Gateway
-from shared.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError, QueueFull
+from shared.errors import InvalidArgument, NotFound, OutriderError, QueueFull
 from shared.text import Tokenizer
 
 _MAX_RUNNING = 256
@@ -382,9 +382,9 @@ def _add_refusals(app: FastAPI, root: str, method: str, subject: str) -> None:
     @app.get(f"{root}/{{path:path}}", tags=["openai"])
     @app.delete(f"{root}/{{path:path}}", tags=["openai"])
     @app.post(f"{root}/{{path:path}}", tags=["openai"])
-    async def refuse(path: str = "") -> Response:
-        message = f"{subject} ({path[:128]!r}) need --response-store"
-        raise FailedPrecondition(message, reason="STORE_OFF")
+    async def refuse() -> Response:
+        message = f"{subject} are not kept: the gateway runs without --response-store"
+        raise NotFound(message, reason="STORE_OFF")
 
 
 def _add_entries(app: FastAPI, store: ResponseStore, root: str, kind: str, deleted: str) -> None:
@@ -480,10 +480,16 @@ def stored_chat(
     Returns:
         The plan, changed to keep its output, and a callback that stores the chat at its end.
         Without a store, the plan unchanged and None.
+
+    Raises:
+        InvalidArgument: the client chose an id, which another client's chat may have.
     """
     if store is None:
         give_notice("store has no effect: nothing is kept without --response-store")
         return plan, None
+    if body.rid is not None:
+        message = f"rid is {body.rid[:64]!r}; with store it must be unset, as ids are unique"
+        raise InvalidArgument.of("RID_WITH_STORE", "rid", message)
     owner = owner_of_request()
 
     def store_chat(choices: Sequence[Choice]) -> None:

@@ -384,7 +384,7 @@ class ResponseStore:
         events: bytes | None,
     ) -> None:
         entry_id = str(body["id"])
-        self._delete_where("id = ?", entry_id)
+        self._database.execute("DELETE FROM entries WHERE id = ? AND owner = ?", (entry_id, owner))
         head = orjson.dumps(body)
         size = len(head) + len(events or b"")
         self._database.execute(

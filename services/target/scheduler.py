@@ -7,8 +7,10 @@ computes what is missing. Prompt chunks, plain tokens and trees share one ragged
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -380,9 +382,9 @@ class Scheduler:
         sequence.num_computed = 0
 
 
-def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
-    """Returns how many sequences have this priority or a more urgent one."""
-    return sum(sequence.request.priority <= priority for sequence in sequences)
+def _num_up_to(sequences: SequenceOf[Sequence], priority: int) -> int:
+    """Returns how many sequences have this priority or a more urgent one; those come first."""
+    return bisect_right(sequences, priority, key=lambda sequence: sequence.request.priority)
 
 
 class Subscriptions:

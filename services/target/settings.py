@@ -182,7 +182,7 @@ class TargetSettings(ServiceSettings):
     )
     max_running_requests: int = setting(256, "sequences that run at once", minimum=1)
     max_queued_requests: int = setting(
-        256, "sequences that wait; further ones are refused with QUEUE_FULL", minimum=1
+        8192, "sequences that wait; further ones are refused with QUEUE_FULL", minimum=1
     )
     chunked_prefill_size: int = setting(2048, "most prompt tokens computed in a step", minimum=1)
     cuda_graph_max_bs: int = setting(

@@ -226,6 +226,8 @@ async def test_open_requests_of_a_key_are_bounded_streams_included(
         assert refused.headers["retry-after"] == "1"
         aborted = await client.post("/abort_request", json={"rid": "nobody"}, headers=headers)
         assert aborted.status_code == 200
+        cancelled = await client.post("/v1/responses/resp_1/cancel", headers=headers)
+        assert cancelled.status_code == 404
         target.release.set()
         assert events((await stream).content)[-1] == "[DONE]"
         assert (await _chat(client, "a")).status_code == 200

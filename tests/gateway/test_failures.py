@@ -3,6 +3,7 @@ each gRPC status becomes."""
 
 from __future__ import annotations
 
+import gzip
 import re
 from typing import Any
 
@@ -199,6 +200,12 @@ async def test_a_wrong_field_is_a_400_with_its_name(
             f"stream_options.include_usage is '{'x' * 63}…: ",
         ),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text is missing",
+        ),
+        ({"response_format": "json"}, "response_format is 'json': it must be an object"),
+        ({"max_tokens": 10**30}, "max_tokens is 1e+30: it must be an integer in [-2^63, 2^63)"),
         # Of forms that a field may have, the one that is meant.
         (
             {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
@@ -217,13 +224,65 @@ async def test_a_field_of_the_wrong_type_is_shown_with_its_value(
     assert (await error_of(response))[3].startswith(shown)
 
 
-async def test_a_body_that_is_not_said_to_be_json_is_a_400(client: httpx.AsyncClient) -> None:
-    body = orjson.dumps(CHAT)
-    headers = {"content-type": "text/plain"}
-    response = await client.post("/v1/chat/completions", content=body, headers=headers)
+@pytest.mark.parametrize(
+    ("content", "kind", "shown"),
+    [
+        (orjson.dumps(CHAT), "text/plain", "the body's content-type is 'text/plain', not"),
+        (orjson.dumps(CHAT), None, "the body's content-type is None, not 'application/json'"),
+        (b"[1]", "application/json", "the body is [1]; it must be a JSON object"),
+        (b"", "application/json", "the body is empty; it must be a JSON object"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_400(
+    client: httpx.AsyncClient, content: bytes, kind: str | None, shown: str
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = await client.post("/v1/chat/completions", content=content, headers=headers)
     status, _, code, message = await error_of(response)
     assert (status, code) == (400, "body_invalid")
-    assert "application/json" in message
+    assert message.startswith(shown)
+
+
+async def test_a_compressed_body_is_refused(client: httpx.AsyncClient) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(orjson.dumps(CHAT))
+    response = await client.post("/v1/chat/completions", content=content, headers=headers)
+    status, _, code, message = await error_of(response)
+    assert (status, code) == (415, "body_encoded")
+    assert "content-encoding is 'gzip'" in message
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/score"), ("PUT", "/v1/models")])
+async def test_what_has_no_route_is_named(
+    client: httpx.AsyncClient, method: str, path: str
+) -> None:
+    status, _, _, message = await error_of(await client.request(method, path))
+    assert status == (404 if path == "/v1/score" else 405)
+    assert message == f"there is no {method} {path}; see /docs"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        ("/v1/responses", {"input": "a", "max_tokens": 3}, "max_tokens is named max_output_tokens"),
+        (
+            "/generate",
+            {"text": "a", "max_tokens": 3},
+            "max_tokens is named sampling_params.max_new_tokens here",
+        ),
+        (
+            "/generate",
+            {"text": "a", "sampling_params": {"max_tokens": 3}},
+            "sampling_params.max_tokens is named sampling_params.max_new_tokens here",
+        ),
+    ],
+)
+async def test_a_field_with_another_name_here_is_told_it(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], shown: str
+) -> None:
+    status, _, _, message = await error_of(await client.post(path, json=body))
+    assert status == 400
+    assert message.startswith(shown)
 
 
 @pytest.mark.parametrize(

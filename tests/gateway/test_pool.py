@@ -7,9 +7,11 @@ import asyncio
 import httpx
 import pytest
 
+from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.generation import TargetState
 from gateway.schema import ChatCompletionRequest
 from gateway.settings import GatewaySettings
+from shared.errors import QueueFull
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, eventually, http_client
 from tests.helpers.fake_target import FakeTarget
@@ -69,6 +71,25 @@ async def test_a_refused_request_goes_to_the_next_target(
         response = await post(client, stream=stream)
     assert response.status_code == 200
     assert (len(target.submits), len(second_target.submits)) == (1, 1)
+
+
+async def test_a_target_that_does_not_read_is_passed_over(
+    make_gateway: MakeGateway,
+    target: FakeTarget,
+    second_target: FakeTarget,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = await make_gateway(target, second_target)
+    full = gateway.pool.links[0]
+
+    def refuse(*_: object) -> int:
+        raise QueueFull.of(1, 1)
+
+    monkeypatch.setattr(full, "submit", refuse)
+    async with http_client(gateway) as client:
+        assert (await post(client)).status_code == 200
+        monkeypatch.setattr(gateway.pool.links[1], "submit", refuse)
+        assert (await error_of(await post(client)))[::2] == (429, "queue_full")
 
 
 async def test_when_all_are_full_the_client_is_told_so_at_once(
@@ -239,3 +260,17 @@ async def test_metrics_count_requests_and_tokens(
     )
     for line in wanted:
         assert line in text
+
+
+async def test_probes_of_load_balancers_are_answered(
+    make_gateway: MakeGateway, target: FakeTarget
+) -> None:
+    gateway = await make_gateway(target, quotas=Quotas(keys_from_texts(["a:b"], KeyLimits())))
+    async with http_client(gateway) as client:
+        for path in ("/health", "/ready", "/ping"):
+            assert (await client.get(path)).json()["status"] == "serving"
+            probed = await client.head(path)
+            assert (probed.status_code, probed.content) == (200, b"")
+        headers = {"authorization": "Bearer b"}
+        listed = await client.get("/v1/models/", headers=headers)
+        assert listed.json() == (await client.get("/v1/models", headers=headers)).json()

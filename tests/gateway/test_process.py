@@ -34,14 +34,15 @@ def free_port() -> int:
 
 @pytest_asyncio.fixture
 async def process(
-    target: FakeTarget, model_folder: Path
+    request: pytest.FixtureRequest, target: FakeTarget, model_folder: Path
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A gateway process in front of the target, and its URL."""
+    """A gateway process in front of the target, and its URL. Parameters are further flags."""
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "gateway", "--port", str(port), "--maintenance-port", "0"),
         *("--target", target.address, "--tokenizer", str(model_folder)),
+        *getattr(request, "param", ()),
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OUTRIDER_GATEWAY_LOG_LEVEL": "error"},
@@ -81,6 +82,26 @@ async def test_sigterm_finishes_streams_and_refuses_new_work(
         target.release.set()
         assert events((await stream).content)[-1] == "[DONE]"
     assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
+
+
+@pytest.mark.parametrize("process", [("--drain-grace-s", "0")], indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_left_at_the_end_of_the_grace_is_told_so(
+    process: tuple[asyncio.subprocess.Process, str], target: FakeTarget, stream: bool
+) -> None:
+    gateway, url = process
+    target.hold_after = 1
+    body = {**CHAT, "stream": stream, "max_tokens": 6, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await target.until(lambda: len(target.submits) == 1)
+        gateway.send_signal(signal.SIGTERM)
+        response = await answer
+    error = events(response.content)[-1]["error"] if stream else response.json()["error"]
+    assert (response.status_code, error["code"]) == (200 if stream else 503, "server_draining")
+    assert "it gave requests 0 s to finish" in error["message"]
+    _, log = await asyncio.wait_for(gateway.communicate(), 60.0)
+    assert b"Traceback" not in log
 
 
 async def test_the_demo_compares_answers_with_and_without_speculation(

@@ -39,6 +39,7 @@ def _sent(stops: StopPatterns, pieces: list[str]) -> str:
         ((r"\d+\.", "q.*k"), "the quick 12.", "the ", "q.*k"),
         ((r"(?<=the )lazy",), "over the lazy dog", "over the ", "(?<=the )lazy"),
         (("b", "ab+c"), "xab", "xa", "b"),
+        ((r"(?=\nUser)",), "\nUser: hello", "", r"(?=\nUser)"),
         ((r"\n\n(?!a)",), "one\n\nabc\n\nb", "one\n\nabc", r"\n\n(?!a)"),
     ],
 )

@@ -61,4 +61,4 @@ async def test_a_conversation_is_changed_and_deleted(keeper: httpx.AsyncClient) 
 async def test_without_a_store_they_are_refused(client: httpx.AsyncClient) -> None:
     for method, path in (("POST", ""), ("GET", "/conv_1"), ("POST", "/conv_1/items")):
         response = await client.request(method, f"/v1/conversations{path}", json={})
-        assert (await error_of(response))[::2] == (501, "store_off")
+        assert (await error_of(response))[::2] == (404, "store_off")

@@ -12,6 +12,7 @@ from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.app import Gateway
 from gateway.model_text import ModelText
 from gateway.responses.store import ResponseStore
+from shared.errors import Unavailable
 from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, http_client, say
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
@@ -145,6 +146,20 @@ async def test_a_key_finds_its_own_alone(
             await client.get(CHATS, params={"after": made["id"]}, headers=bob)
         ).status_code == 404
         assert (await client.get(url, headers=alice)).status_code == 200
+
+
+async def test_a_stored_chat_has_an_id_that_no_client_chose(keeper: httpx.AsyncClient) -> None:
+    """It could be that of another client's chat."""
+    refused = await keeper.post(CHATS, json={**KEPT, "rid": "chatcmpl-1"})
+    assert (await error_of(refused))[:3] == (400, "rid", "rid_with_store")
+
+
+async def test_an_entry_is_replaced_by_its_owner_alone(store: ResponseStore) -> None:
+    body = {"id": "chatcmpl-1", "object": "chat.completion"}
+    await store.put_entry("alice", body, [])
+    with pytest.raises(Unavailable):
+        await store.put_entry("bob", body, [])
+    assert await store.entry("alice", "chatcmpl-1", "chatcmpl-") == body
 
 
 async def test_kinds_are_kept_apart(keeper: httpx.AsyncClient) -> None:
