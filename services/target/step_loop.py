@@ -434,8 +434,8 @@ class StepLoop:
         self._send_results()
 
     def _detach_sequence(self, sequence: TargetSequence) -> None:
-        """Takes a running sequence from its draft and from lanes, which hold features and KV of
-        other weights; a draft starts over with it."""
+        """Takes a sequence from its draft and from lanes, which hold features and KV of other
+        weights; a draft starts over with it."""
         self._rounds.forget(sequence)
         self._pushed.forget(sequence)
         if self.attachments.assignments.get(sequence.sequence_id) is not None:

@@ -125,7 +125,7 @@ class WeightControl:
     Args:
         quiesce: reads and commits every launched step and round.
         drop: removes a sequence that has ended.
-        detach_sequence: removes a running sequence from drafts and lanes, with their state of it.
+        detach_sequence: removes a sequence from drafts and lanes, with their state of it.
         memory: memory that can be released.
 
     Attributes:
@@ -237,6 +237,8 @@ class WeightControl:
         if MemoryTag.WEIGHTS in self.released:
             raise _memory_released(self.released)
         self._quiesce()
+        for sequence in self._scheduler.waiting:  # a head keeps its KV of a preempted one
+            self._detach_sequence(sequence)
         num_retracted = 0 if self.mode is PauseMode.IN_PLACE else self._retract()
         for sequence in self._scheduler.running:
             self._detach_sequence(sequence)

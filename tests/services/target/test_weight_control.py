@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.target.engine import Engine
+from services.target.sequence import Sequence
 from services.target.weight_control import PauseMode, WeightControl
 from shared.errors import CheckpointError, FailedPrecondition
 from shared.generation import Delta
@@ -142,6 +143,32 @@ def test_a_pause_in_place_keeps_keys_and_values_but_shares_them_no_more(tmp_path
     _start(engine, again)
     assert _finish(engine, again) == new
     engine.check_idle()
+
+
+def test_an_update_takes_every_sequence_from_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits may have been preempted, and a head may have KV of it."""
+    decoder = tiny_decoder(tmp_path, seed=3)
+    engine, detached = build_engine(decoder, max_running=2), set[int]()
+
+    def apply(weights: WeightControl) -> None:
+        detach = weights._detach_sequence
+
+        def note(sequence: Sequence) -> None:
+            detached.add(len(sequence.request.prompt_token_ids))
+            detach(sequence)
+
+        monkeypatch.setattr(weights, "_detach_sequence", note)
+        weights.apply(stage, None)
+
+    stage = _stage(decoder, tmp_path)
+    _start(engine, Collector())
+    for _ in range(5):
+        engine.step()
+    assert engine.gauges_now().num_waiting == 1
+    _do(engine, apply)
+    assert detached == set(map(len, PROMPTS))
 
 
 def test_an_abort_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
