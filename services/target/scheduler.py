@@ -203,12 +203,10 @@ class Scheduler:
         lanes: lanes of the sequences that rounds on the device draw for.
     """
 
-    def __init__(
-        self, leases: KvLeases, limits: SchedulerLimits, lanes: Lanes | None = None
-    ) -> None:
+    def __init__(self, leases: KvLeases, limits: SchedulerLimits) -> None:
         self._leases = leases
         self._limits = limits
-        self.lanes = lanes or AllLanes()
+        self.lanes: Lanes = AllLanes()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         # The last sequence that found too few pages, and `num_returns` of the leases at that time.
