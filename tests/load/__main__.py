@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ import httpx
 from tests.load.arrivals import Arrivals, arrivals_named
 from tests.load.chat import ChatFailed, ChatRequest, ChatResult, served_model, stream_chat
 from tests.load.figures import percentile, table
-from tests.load.prompts import PROMPTS
+from tests.load.prompts import PROMPTS, load_prompts
 
 _PERCENTS = (50, 90, 99)
 
@@ -33,6 +34,7 @@ class LoadSettings:
     Attributes:
         arrivals: None is a closed loop of `concurrency` workers.
         speculation: False asks for plain decoding.
+        api_key: sent as a bearer token; None sends none.
     """
 
     url: str
@@ -44,6 +46,7 @@ class LoadSettings:
     arrivals: Arrivals | None = None
     prompts: tuple[str, ...] = PROMPTS
     speculation: bool = True
+    api_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,24 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
     return {f"p{p}": round(1000 * percentile(seconds, p), 2) for p in _PERCENTS}
 
 
-async def run(settings: LoadSettings) -> LoadReport:
-    """Sends the load and waits for its end."""
+async def run(
+    settings: LoadSettings, transport: httpx.AsyncBaseTransport | None = None
+) -> LoadReport:
+    """Sends the load and waits for its end.
+
+    Args:
+        transport: takes the requests; None opens connections to `settings.url`.
+    """
     # An open loop has as many connections as it needs.
     is_closed = settings.arrivals is None
     limits = httpx.Limits(max_connections=settings.concurrency if is_closed else None)
+    key = settings.api_key
     async with httpx.AsyncClient(
-        base_url=settings.url, limits=limits, timeout=settings.timeout_s
+        base_url=settings.url,
+        headers=None if key is None else {"authorization": f"Bearer {key}"},
+        limits=limits,
+        timeout=settings.timeout_s,
+        transport=transport,
     ) as http:
         model = await served_model(http)
         requests = _requests(settings)
@@ -137,9 +151,13 @@ def _table(summary: dict[str, Any]) -> str:
     return "\n".join([", ".join(counts), table(header, rows)])
 
 
-def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
+def parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
+    """Returns the settings, and whether the figures are printed as JSON."""
     parser = argparse.ArgumentParser(prog="load", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", help="of the gateway")
+    help_text = "JSON lines with `prompt`, `messages` or `turns`; unset: twenty of our own"
+    parser.add_argument("--prompts", type=Path, help=help_text)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--arrivals", help="open loop: poisson, burst or steady")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second, open loop")
@@ -149,6 +167,12 @@ def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
     parser.add_argument("--timeout-s", type=float, default=120.0)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     flags = parser.parse_args(arguments)
+    try:
+        prompts = PROMPTS if flags.prompts is None else load_prompts(flags.prompts)
+    except (OSError, ValueError) as error:
+        parser.error(f"--prompts: {error}")
+    if not prompts:
+        parser.error(f"--prompts: {flags.prompts} is empty")
     settings = LoadSettings(
         url=flags.url,
         concurrency=flags.concurrency,
@@ -157,12 +181,14 @@ def _parse(arguments: list[str]) -> tuple[LoadSettings, bool]:
         temperature=flags.temperature,
         timeout_s=flags.timeout_s,
         arrivals=flags.arrivals and arrivals_named(flags.arrivals, flags.rate),
+        prompts=prompts,
+        api_key=flags.api_key,
     )
     return settings, flags.json
 
 
 def main() -> int:
-    settings, as_json = _parse(sys.argv[1:])
+    settings, as_json = parse(sys.argv[1:])
     try:
         report = asyncio.run(run(settings))
     except httpx.HTTPError as error:
