@@ -13,6 +13,9 @@ import triton.language as tl
 
 from shared.kernels.widened_jit import widened
 
+# Keys that a warp loads at once, where it loads 64 bytes of each.
+_STEP_KEYS = tl.constexpr(8)
+
 
 @triton.jit
 def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore[no-untyped-def]
@@ -21,8 +24,30 @@ def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore
     keep = power_of_two(best, new_best)
     weight = power_of_two(part_best, new_best)
     mass = mass * keep + part_mass * weight
-    total = total * keep[:, None] + part_total * weight[:, None]
-    return new_best, mass, total
+    sums = ()
+    for part in tl.static_range(len(total)):
+        sums += (total[part] * keep[:, None] + part_total[part] * weight[:, None],)  # type: ignore[assignment]
+    return new_best, mass, sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def zeros(  # type: ignore[no-untyped-def]
+    TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr
+):
+    """Returns sums of nothing, in PARTS parts of their dimensions."""
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums += (tl.zeros([TILE_ROWS, BLOCK_DIM // PARTS], tl.float32),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def scaled(sums, factors):  # type: ignore[no-untyped-def]
+    """Returns the parts of sums times factors: one, or one `[TILE_ROWS, 1]` for each row."""
+    products = ()
+    for part in tl.static_range(len(sums)):
+        products += (sums[part] * factors,)  # type: ignore[assignment]
+    return products
 
 
 @triton.jit
@@ -88,7 +113,7 @@ def walk(  # type: ignore[no-untyped-def]
     """
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+    total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     longest = tl.max(lengths, 0)
     lowest = tl.min(tl.where(is_lane, lows, longest), 0)
     end = tl.minimum(start + size, longest)
@@ -152,7 +177,7 @@ def walk_all(  # type: ignore[no-untyped-def]
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+    total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     part_best, part_mass, part_total = best, mass, total
     split_end = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
     page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
@@ -167,11 +192,11 @@ def walk_all(  # type: ignore[no-untyped-def]
         is_end = tile + TILE_KEYS >= split_end
         if is_end:
             best, mass, total = merged(
-                best, mass, total, part_best, part_mass, part_total * value_scale
+                best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
             )
             part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([TILE_ROWS], tl.float32)
-            part_total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+            part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
             split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
     if HAS_TAIL:
         first = tl.maximum(lowest, common_tiles)
@@ -199,13 +224,15 @@ def walk_all(  # type: ignore[no-untyped-def]
             is_end = (row == count - 1) & (tile + TILE_KEYS >= split_end)
             if is_end:
                 best, mass, total = merged(
-                    best, mass, total, part_best, part_mass, part_total * value_scale
+                    best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
                 )
                 part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
                 part_mass = tl.zeros([TILE_ROWS], tl.float32)
-                part_total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+                part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
                 split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
-    _, mass, total = merged(best, mass, total, part_best, part_mass, part_total * value_scale)
+    _, mass, total = merged(
+        best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
+    )
     return mass, total
 
 
@@ -236,22 +263,24 @@ def absorb_common(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds the tile that begins at key `tile` of the page table, for every row that sees it.
 
-    If a page holds whole halves of a tile, two scalars give the addresses of all its keys: the
-    offsets from them are constants, which cost neither registers nor instructions.
+    If a page holds whole halves of a tile, two scalars give the addresses of all its keys. A
+    thread adds the offset of its first key, which is the same for every tile, and then constants,
+    the multiples of `_STEP_KEYS`: neither costs a register for each key.
     """
     stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     half: tl.constexpr = TILE_KEYS // 2
     keys = tl.arange(0, TILE_KEYS)
-    dims = tl.arange(0, BLOCK_DIM)
+    dims = tl.arange(0, BLOCK_DIM // len(queries))
     indices = tile + keys
     is_key = indices < longest
     if PAGE_SIZE % half == 0:
         first = (page.to(tl.int64) * PAGE_SIZE + tile % PAGE_SIZE) * stride
         other = (other_page.to(tl.int64) * PAGE_SIZE + (tile + half) % PAGE_SIZE) * stride
         is_first = (keys < half)[:, None]
-        places = (keys % half * stride)[:, None] + dims[None, :]
-        key_places = tl.where(is_first, head_keys + first, head_keys + other) + places
-        value_places = tl.where(is_first, head_values + first, head_values + other) + places
+        places = (keys % _STEP_KEYS * stride)[:, None] + dims[None, :]
+        steps = (keys % half // _STEP_KEYS * (_STEP_KEYS * stride))[:, None]
+        key_places = tl.where(is_first, head_keys + first, head_keys + other) + places + steps
+        value_places = tl.where(is_first, head_values + first, head_values + other) + places + steps
     else:
         page_of_keys = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
         slots = page_of_keys.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
@@ -298,7 +327,7 @@ def absorb_own(  # type: ignore[no-untyped-def]
     """Adds a tile of a tree row's own list for that row alone."""
     is_key = slots >= 0
     places = slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
-    places += tl.arange(0, BLOCK_DIM)[None, :]
+    places += tl.arange(0, BLOCK_DIM // len(queries))[None, :]
     return absorb(
         queries, head_keys + places, head_values + places,
         is_key, is_key[None, :] & is_own[:, None],
@@ -318,11 +347,20 @@ def lanes_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def loaded_queries(  # type: ignore[no-untyped-def]
-    queries, rows, heads, is_loaded, query_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
-    """Returns the queries of lanes, each a row and one of its heads, zero where not loaded."""
+    queries, rows, heads, is_lane, query_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Returns the queries of lanes, each a row and one of its heads, in PARTS parts of their
+    dimensions; zero where not loaded."""
+    size: tl.constexpr = BLOCK_DIM // PARTS
     places = rows[:, None].to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM
-    return tl.load(queries + places + tl.arange(0, BLOCK_DIM)[None, :], mask=is_loaded, other=0.0)
+    loaded = ()
+    for part in tl.static_range(PARTS):
+        dims = part * size + tl.arange(0, size)
+        is_loaded = is_lane[:, None] & (dims < HEAD_DIM)[None, :]
+        part_queries = tl.load(queries + places + dims[None, :], mask=is_loaded, other=0.0)
+        loaded += (part_queries,)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -343,15 +381,20 @@ def absorb(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of keys to the running maximum, mass and sum; rows that do not see the tile are
-    unchanged."""
+    unchanged.
+
+    Dimensions are loaded and multiplied in the parts of `queries`, in order. `key_places` and
+    `value_places` are those of the first part.
+    """
+    size: tl.constexpr = BLOCK_DIM // len(queries)
     is_loaded = is_key[:, None]
-    if HEAD_DIM < BLOCK_DIM:
-        is_loaded = is_loaded & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
-    raw_keys = tl.load(key_places, mask=is_loaded, other=0)
-    raw_values = tl.load(value_places, mask=is_loaded, other=0)
-    keys = matched(raw_keys, queries, IS_E4M3)
-    values = matched(raw_values, queries, IS_E4M3)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    scores = tl.zeros([queries[0].shape[0], is_key.shape[0]], tl.float32)
+    for part in tl.static_range(len(queries)):
+        if HEAD_DIM < BLOCK_DIM:
+            is_loaded = is_key[:, None] & (part * size + tl.arange(0, size) < HEAD_DIM)[None, :]
+        raw_keys = tl.load(key_places + part * size, mask=is_loaded, other=0)
+        keys = matched(raw_keys, queries[part], IS_E4M3)
+        scores = tl.dot(queries[part], tl.trans(keys), scores, input_precision="ieee")
     scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
     reference = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -359,9 +402,16 @@ def absorb(  # type: ignore[no-untyped-def]
     # An explicit fma rounds once in every kernel, whatever the compiler contracts.
     weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
     mass = mass * decay + tl.sum(weights, 1)
-    total = total * decay[:, None]
-    total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")
-    return new_best, mass, total
+    sums = ()
+    for part in tl.static_range(len(queries)):
+        if HEAD_DIM < BLOCK_DIM:
+            is_loaded = is_key[:, None] & (part * size + tl.arange(0, size) < HEAD_DIM)[None, :]
+        raw_values = tl.load(value_places + part * size, mask=is_loaded, other=0)
+        values = matched(raw_values, queries[part], IS_E4M3)
+        scaled_total = total[part] * decay[:, None]
+        summed = tl.dot(weights.to(values.dtype), values, scaled_total, input_precision="ieee")
+        sums += (summed,)  # type: ignore[assignment]
+    return new_best, mass, sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
