@@ -91,10 +91,23 @@ def split_of(  # type: ignore[no-untyped-def]
 def end_of_split(  # type: ignore[no-untyped-def]
     key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
 ):
-    """Returns the end of the split that contains a key."""
-    split = split_of(key, FIRST_SPLIT, LEVEL_SPLITS)
-    start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
-    return start + size
+    """Returns the end of the split that contains a key, and its number of keys."""
+    size = FIRST_SPLIT
+    while key >= LEVEL_SPLITS * (2 * size - FIRST_SPLIT):
+        size *= 2
+    level_start = LEVEL_SPLITS * (size - FIRST_SPLIT)
+    return level_start + ((key - level_start) & -size) + size, size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def end_of_next_split(  # type: ignore[no-untyped-def]
+    end, size, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
+):
+    """Returns the end and the number of keys of the split after the one that `end_of_split` gave,
+    without a division."""
+    is_last = end == LEVEL_SPLITS * (2 * size - FIRST_SPLIT)
+    size = tl.where(is_last, 2 * size, size)
+    return end + size, size
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -179,7 +192,7 @@ def walk_all(  # type: ignore[no-untyped-def]
     mass = tl.zeros([TILE_ROWS], tl.float32)
     total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     part_best, part_mass, part_total = best, mass, total
-    split_end = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
+    split_end, split_size = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
     page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
     for tile in range(lowest, tl.minimum(longest, common_tiles), TILE_KEYS):
         next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
@@ -197,7 +210,9 @@ def walk_all(  # type: ignore[no-untyped-def]
             part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([TILE_ROWS], tl.float32)
             part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
-            split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
+            split_end, split_size = end_of_next_split(
+                split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
+            )
     if HAS_TAIL:
         first = tl.maximum(lowest, common_tiles)
         num_steps = tl.maximum(longest - first + TILE_KEYS - 1, 0) // TILE_KEYS * count
@@ -229,7 +244,9 @@ def walk_all(  # type: ignore[no-untyped-def]
                 part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
                 part_mass = tl.zeros([TILE_ROWS], tl.float32)
                 part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
-                split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
+                split_end, split_size = end_of_next_split(
+                    split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
+                )
     _, mass, total = merged(
         best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
     )
