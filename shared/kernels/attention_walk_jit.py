@@ -209,7 +209,7 @@ def walk_all(  # type: ignore[no-untyped-def]
             )
             part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([TILE_ROWS], tl.float32)
-            part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
+            # The sums are not reset: at a maximum of -inf, the next tile scales them by 0.
             split_end, split_size = end_of_next_split(
                 split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
             )
@@ -243,7 +243,6 @@ def walk_all(  # type: ignore[no-untyped-def]
                 )
                 part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
                 part_mass = tl.zeros([TILE_ROWS], tl.float32)
-                part_total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
                 split_end, split_size = end_of_next_split(
                     split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
                 )
