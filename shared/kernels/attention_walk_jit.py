@@ -58,9 +58,17 @@ def power_of_two(best, new_best):  # type: ignore[no-untyped-def]
     maximum has the same bits as one whose parts are all scaled by the final maximum, whether or not
     a compiler contracts product and sum.
     """
-    reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-    exponent = tl.maximum(best - reference, -127.0).to(tl.int32)
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(best - finite(new_best), -127.0)
+    # The last bits of this sum are `exponent + 127`, without a conversion by slow units.
+    return ((exponent + (127.0 + 2.0**23)).to(tl.int32, bitcast=True) << 23).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def finite(best):  # type: ignore[no-untyped-def]
+    """Returns maxima, a large negative number instead of -inf: from that -inf can be subtracted."""
+    return tl.maximum(best, -1e30)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -413,10 +421,9 @@ def absorb(  # type: ignore[no-untyped-def]
         scores = tl.dot(queries[part], tl.trans(keys), scores, input_precision="ieee")
     scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
-    reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     decay = power_of_two(best, new_best)
     # An explicit fma rounds once in every kernel, whatever the compiler contracts.
-    weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale_log2, -finite(new_best)[:, None]))
     mass = mass * decay + tl.sum(weights, 1)
     sums = ()
     for part in tl.static_range(len(queries)):
