@@ -46,7 +46,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
     row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits, num_shared,
     scale_log2, window,
-    HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -110,7 +111,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
             start, size, tile_queries, lane_rows, lengths, lows, is_lane, own_row, num_own,
             keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages,
             row_lengths + first_row, positions + first_row, tails, tail_stride,
-            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS,
+            common, window, scale_log2, HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
         if IS_E4M3:
@@ -241,7 +242,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
     query_stride, page_stride, tail_stride, max_splits, scale_log2, window,
     fewest_programs,
     HAS_TAIL: tl.constexpr, CHAIN_KEYS: tl.constexpr,
-    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -293,7 +294,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
         mass, total = walk_all(
             tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values,
             value_scale, pages, row_lengths + first_row, positions + first_row, tails, tail_stride,
-            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
+            common, window, scale_log2,
+            HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
     else:
@@ -306,7 +308,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
                 start, size, tile_queries, lane_rows, lengths, lows, is_lane, 0, count,
                 head_keys, head_values, pages, row_lengths + first_row, positions + first_row,
                 tails, tail_stride, common, window, scale_log2,
-                HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
+                HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
                 PAGE_SIZE, HAS_WINDOW, IS_E4M3,
             )  # fmt: skip
             slots = first_slots + split

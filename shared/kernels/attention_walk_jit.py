@@ -123,14 +123,15 @@ def walk(  # type: ignore[no-untyped-def]
     start, size, tile_queries, lane_rows, lengths, lows, is_lane, first_own, num_own,
     head_keys, head_values, pages, block_lengths, block_positions, tails, tail_stride, common,
     window, scale_log2,
-    HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns maxima, masses and sums of one split, tile by tile.
 
     First come the tiles that are common to all rows, then the tiles with a row's own keys, for
-    `num_own` rows of the block from `first_own` on.
+    `num_own` rows of the block from `first_own` on: a tile of each row, then their next tiles.
     """
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
@@ -153,26 +154,17 @@ def walk(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         page, other_page = next_page, next_other
     if HAS_TAIL:
-        first = tl.maximum(first, common_tiles)
-        num_steps = tl.maximum(end - first + TILE_KEYS - 1, 0) // TILE_KEYS * num_own
-        slots = own_slots(
-            first, first_own, num_steps > 0, pages, block_lengths, block_positions,
-            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
-        )  # fmt: skip
-        # One tile for each row in turn, then the next tile.
-        for step in range(num_steps):
-            following = step + 1
-            next_slots = own_slots(
-                first + following // num_own * TILE_KEYS, first_own + following % num_own,
-                following < num_steps, pages, block_lengths, block_positions,
-                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        for tile in range(tl.maximum(first, common_tiles), end, TILE_KEYS):
+            slots = own_slots(
+                tile, first_own, num_own, pages, block_lengths, block_positions, tails,
+                tail_stride, common, window, TILE_KEYS, BLOCK_ROWS, PAGE_SIZE, HAS_WINDOW,
             )  # fmt: skip
-            best, mass, total = absorb_own(
-                slots, is_lane & (lane_rows == first_own + step % num_own), tile_queries,
-                head_keys, head_values, scale_log2, best, mass, total,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
-            )  # fmt: skip
-            slots = next_slots
+            for row in range(first_own, first_own + num_own):
+                best, mass, total = absorb_own(
+                    tile, slots, row, is_lane & (lane_rows == row), lengths, lows, tile_queries,
+                    head_keys, head_values, common, scale_log2, best, mass, total,
+                    TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, HAS_WINDOW, IS_E4M3,
+                )  # fmt: skip
     return best, mass, total
 
 
@@ -180,7 +172,8 @@ def walk(  # type: ignore[no-untyped-def]
 def walk_all(  # type: ignore[no-untyped-def]
     tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values, value_scale,
     pages, block_lengths, block_positions, tails, tail_stride, common, window, scale_log2,
-    HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
@@ -222,29 +215,18 @@ def walk_all(  # type: ignore[no-untyped-def]
                 split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
             )
     if HAS_TAIL:
-        first = tl.maximum(lowest, common_tiles)
-        num_steps = tl.maximum(longest - first + TILE_KEYS - 1, 0) // TILE_KEYS * count
-        slots = own_slots(
-            first, 0, num_steps > 0, pages, block_lengths, block_positions,
-            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
-        )  # fmt: skip
-        # One tile for each row in turn, then the next tile.
-        for step in range(num_steps):
-            following = step + 1
-            next_slots = own_slots(
-                first + following // count * TILE_KEYS, following % count, following < num_steps,
-                pages, block_lengths, block_positions,
-                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        for tile in range(tl.maximum(lowest, common_tiles), longest, TILE_KEYS):
+            slots = own_slots(
+                tile, 0, count, pages, block_lengths, block_positions, tails,
+                tail_stride, common, window, TILE_KEYS, BLOCK_ROWS, PAGE_SIZE, HAS_WINDOW,
             )  # fmt: skip
-            row = step % count
-            tile = first + step // count * TILE_KEYS
-            part_best, part_mass, part_total = absorb_own(
-                slots, is_lane & (lane_rows == row), tile_queries,
-                head_keys, head_values, scale_log2, part_best, part_mass, part_total,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
-            )  # fmt: skip
-            slots = next_slots
-            is_end = (row == count - 1) & (tile + TILE_KEYS >= split_end)
+            for row in range(count):
+                part_best, part_mass, part_total = absorb_own(
+                    tile, slots, row, is_lane & (lane_rows == row), lengths, lows, tile_queries,
+                    head_keys, head_values, common, scale_log2, part_best, part_mass, part_total,
+                    TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, HAS_WINDOW, IS_E4M3,
+                )  # fmt: skip
+            is_end = tile + TILE_KEYS >= split_end
             if is_end:
                 best, mass, total = merged(
                     best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
@@ -321,40 +303,58 @@ def absorb_common(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def own_slots(  # type: ignore[no-untyped-def]
-    tile, row, is_wanted, pages, block_lengths, block_positions, tails, tail_stride, common, window,
-    TILE_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    tile, first_own, num_own, pages, block_lengths, block_positions, tails, tail_stride,
+    common, window,
+    TILE_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns the slots `[TILE_KEYS]` int32 of the tile that begins at key `tile` of a tree row's
-    own list, its prefix and then its tail; -1 where the row sees no key.
+    """Returns the slots `[BLOCK_ROWS, TILE_KEYS]` int32 of the tile that begins at key `tile` of
+    the own lists of `num_own` tree rows from `first_own` on: the prefix, then a row's tail; -1
+    where a row sees no key.
 
-    Loaded one tile ahead, so that the tile's loads do not wait for them.
+    Loaded for all rows at once, and none of the loads waits for another.
     """
-    length = tl.load(block_lengths + row, mask=is_wanted, other=0)
-    low = 0
-    if HAS_WINDOW:
-        last = tl.load(block_positions + row, mask=is_wanted, other=0).to(tl.int32)
-        low = tl.maximum(last - window + 1, 0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_wanted = (rows >= first_own) & (rows < first_own + num_own)
+    lengths = tl.load(block_lengths + rows, mask=is_wanted, other=0)
     indices = tile + tl.arange(0, TILE_KEYS)
-    is_prefix = (indices < common) & (indices >= low) & is_wanted
-    is_tail = (indices >= common) & (indices < length)
-    page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
-    tail = tl.load(tails + row * tail_stride + indices - common, mask=is_tail, other=-1)
-    return tl.where(is_prefix, page * PAGE_SIZE + indices % PAGE_SIZE, tail.to(tl.int32))
+    page = tl.load(pages + indices // PAGE_SIZE, mask=indices < common, other=0)
+    prefix = page * PAGE_SIZE + indices % PAGE_SIZE
+    # A row of `tails` is `tail_stride` wide, the row's own keys and then any.
+    columns = indices - common
+    is_column = is_wanted[:, None] & ((columns >= 0) & (columns < tail_stride))[None, :]
+    places = rows[:, None] * tail_stride + columns[None, :]
+    tail = tl.load(tails + places, mask=is_column, other=0).to(tl.int32)
+    is_seen = indices[None, :] < lengths[:, None]
+    if HAS_WINDOW:
+        last = tl.load(block_positions + rows, mask=is_wanted, other=0).to(tl.int32)
+        is_seen = is_seen & (
+            (indices[None, :] > (last - window)[:, None]) | (columns >= 0)[None, :]
+        )
+    return tl.where(is_seen, tl.where((columns < 0)[None, :], prefix[None, :], tail), -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb_own(  # type: ignore[no-untyped-def]
-    slots, is_own, queries, head_keys, head_values, scale_log2, best, mass, total,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    IS_E4M3: tl.constexpr,
+    tile, slots, row, is_own, lengths, lows, queries, head_keys, head_values, common,
+    scale_log2, best, mass, total,
+    TILE_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of a tree row's own list for that row alone."""
-    is_key = slots >= 0
-    places = slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
+    """Adds a tile of a tree row's own list for that row alone, whose slots are `slots[row]`."""
+    is_row = tl.arange(0, slots.shape[0])[:, None] == row
+    row_slots = tl.sum(tl.where(is_row, slots, 0), 0)
+    # Which keys the row sees follows from its slots too, but those would have to be exchanged
+    # between threads.
+    indices = tile + tl.arange(0, TILE_KEYS)
+    is_seen = (indices[None, :] < lengths[:, None]) & is_own[:, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & ((indices[None, :] >= lows[:, None]) | (indices >= common)[None, :])
+    places = row_slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
     places += tl.arange(0, BLOCK_DIM // len(queries))[None, :]
     return absorb(
         queries, head_keys + places, head_values + places,
-        is_key, is_key[None, :] & is_own[:, None],
+        row_slots >= 0, is_seen,
         scale_log2, best, mass, total, HEAD_DIM, BLOCK_DIM, IS_E4M3,
     )  # fmt: skip
 
