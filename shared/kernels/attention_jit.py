@@ -258,11 +258,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
-    if count == 0:
-        return
     program = tl.program_id(2)
     kv_head = tl.program_id(0)
     lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
@@ -273,7 +270,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if not is_chained:
         num_keys = num_walked_keys(block_counts, block_first_rows, row_lengths) * NUM_KV_HEADS
         is_chained = longest.to(tl.int64) * fewest_programs <= num_keys
-    if is_chained & (program > 0):
+    # Returns only now: a branch on the number of rows would make all other loads wait for it.
+    if (count == 0) | (is_chained & (program > 0)):
         return
     common = tl.load(shared_lengths + sequence)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
