@@ -275,6 +275,10 @@ def attend_whole(  # type: ignore[no-untyped-def]
         return
     common = tl.load(shared_lengths + sequence)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
+    # Loaded before the queries, which are waited for, and before the pages of further tiles.
+    pages = page_table + sequence * page_stride
+    lowest = tl.min(tl.where(is_lane, lows, longest), 0) // TILE_KEYS * TILE_KEYS
+    page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
     tile_queries = loaded_queries(
         queries, rows, heads, is_lane, query_stride, HEAD_DIM, BLOCK_DIM, PARTS
     )
@@ -282,7 +286,6 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
         value_scale = tl.load(value_scales + kv_head)
-    pages = page_table + sequence * page_stride
     tails = tail_slots
     if HAS_TAIL:
         tails += first_row.to(tl.int64) * tail_stride
@@ -291,8 +294,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if is_chained:
         mass, total = walk_all(
             tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values,
-            value_scale, pages, row_lengths + first_row, positions + first_row, tails, tail_stride,
-            common, window, scale_log2,
+            value_scale, lowest, page, other_page, pages, row_lengths + first_row,
+            positions + first_row, tails, tail_stride, common, window, scale_log2,
             HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip

@@ -171,20 +171,21 @@ def walk(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def walk_all(  # type: ignore[no-untyped-def]
     tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values, value_scale,
-    pages, block_lengths, block_positions, tails, tail_stride, common, window, scale_log2,
+    lowest, page, other_page, pages, block_lengths, block_positions, tails, tail_stride, common,
+    window, scale_log2,
     HAS_TAIL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns masses and sums of all splits, added as `combine` adds them.
+    """Returns masses and sums of all splits, added as `combine` adds them, from the tile that
+    begins at key `lowest` and has the pages `page` and `other_page`.
 
     Both loops run over the tiles of all splits, so that the next tile is being loaded while one is
     computed.
     """
     longest = tl.max(lengths, 0)
-    lowest = tl.min(tl.where(is_lane, lows, longest), 0) // TILE_KEYS * TILE_KEYS
     # Whole tiles before this key are common to all rows.
     common_tiles = common
     if HAS_TAIL:
@@ -194,7 +195,6 @@ def walk_all(  # type: ignore[no-untyped-def]
     total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     part_best, part_mass, part_total = best, mass, total
     split_end, split_size = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
-    page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
     for tile in range(lowest, tl.minimum(longest, common_tiles), TILE_KEYS):
         next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
         part_best, part_mass, part_total = absorb_common(
