@@ -27,9 +27,11 @@ from shared.kernels.attention_walk_jit import (
     merged,
     pages_of,
     power_of_two,
+    scaled,
     split_of,
     walk,
     walk_all,
+    zeros,
 )
 from shared.kernels.dependent_jit import begin
 
@@ -44,12 +46,13 @@ def attend_splits(  # type: ignore[no-untyped-def]
     row_lengths, shared_lengths, positions, page_table, tail_slots,
     query_stride, page_stride, tail_stride, max_splits, num_shared,
     scale_log2, window,
-    HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
-    OWN_ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, OWN_ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks.
 
@@ -91,11 +94,8 @@ def attend_splits(  # type: ignore[no-untyped-def]
         step = tl.where(serves_row, 1, step)
         last_shared = tl.where(has_own & (not serves_row), common, FAR_KEYS)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
-    dims = tl.arange(0, BLOCK_DIM)
-    is_dim = dims < HEAD_DIM
-    is_stored = is_lane[:, None] & is_dim[None, :]
     tile_queries = loaded_queries(
-        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+        queries, rows, heads, is_lane, query_stride, HEAD_DIM, BLOCK_DIM, PARTS
     )
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
@@ -111,15 +111,15 @@ def attend_splits(  # type: ignore[no-untyped-def]
             start, size, tile_queries, lane_rows, lengths, lows, is_lane, own_row, num_own,
             keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages,
             row_lengths + first_row, positions + first_row, tails, tail_stride,
-            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS,
+            common, window, scale_log2, HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
         if IS_E4M3:
-            total *= tl.load(value_scales + kv_head)
+            total = scaled(total, tl.load(value_scales + kv_head))
         slots = first_slots + split
         tl.store(maxima + slots, best, mask=is_lane)
         tl.store(masses + slots, mass, mask=is_lane)
-        tl.store(sums + slots[:, None] * HEAD_DIM + dims[None, :], total, mask=is_stored)
+        store_parts(sums + slots[:, None] * HEAD_DIM, total, is_lane, HEAD_DIM, BLOCK_DIM)
         split += step
         start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
 
@@ -201,11 +201,8 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     first_row = tl.load(block_first_rows + block)
     lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
     is_lane = lane_rows < count
-    dims = tl.arange(0, BLOCK_DIM)
-    is_dim = dims < HEAD_DIM
-    is_stored = is_lane[:, None] & is_dim[None, :]
     tile_queries = loaded_queries(
-        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+        queries, rows, heads, is_lane, query_stride, HEAD_DIM, BLOCK_DIM, 1
     )
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
@@ -218,7 +215,7 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     head_values = values + kv_head * HEAD_DIM
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+    total = zeros(TILE_ROWS, BLOCK_DIM, 1)
     first = lowest // TILE_KEYS * TILE_KEYS
     page, other_page = pages_of(first, longest, pages, TILE_KEYS, PAGE_SIZE)
     for tile in range(first, longest, TILE_KEYS):
@@ -230,13 +227,9 @@ def attend_chunk(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         page, other_page = next_page, next_other
     if IS_E4M3:
-        total *= tl.load(value_scales + kv_head)
-    attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-    tl.store(
-        results + rows[:, None].to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM)
-        + heads[:, None] * HEAD_DIM + dims[None, :],
-        attended.to(results.dtype.element_ty), mask=is_stored,
-    )  # fmt: skip
+        total = scaled(total, tl.load(value_scales + kv_head))
+    places = rows.to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM) + heads * HEAD_DIM
+    store_attended(results + places[:, None], mass, total, is_lane, HEAD_DIM, BLOCK_DIM)
 
 
 @triton.jit(do_not_specialize=[  # type: ignore[untyped-decorator]
@@ -249,11 +242,12 @@ def attend_whole(  # type: ignore[no-untyped-def]
     query_stride, page_stride, tail_stride, max_splits, scale_log2, window,
     fewest_programs,
     HAS_TAIL: tl.constexpr, CHAIN_KEYS: tl.constexpr,
-    ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Computes the same bits as `attend_splits` and `combine`, if there are enough blocks to fill
     the device: one program computes all splits of a block and head, without partial results.
@@ -264,11 +258,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
-    if count == 0:
-        return
     program = tl.program_id(2)
     kv_head = tl.program_id(0)
     lane_rows, rows, heads = lanes_of(first_row, kv_head, NUM_GROUPS, TILE_ROWS)
@@ -279,21 +270,22 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if not is_chained:
         num_keys = num_walked_keys(block_counts, block_first_rows, row_lengths) * NUM_KV_HEADS
         is_chained = longest.to(tl.int64) * fewest_programs <= num_keys
-    if is_chained & (program > 0):
+    # Returns only now: a branch on the number of rows would make all other loads wait for it.
+    if (count == 0) | (is_chained & (program > 0)):
         return
     common = tl.load(shared_lengths + sequence)
     lows = lowest_keys(positions, rows, is_lane, window, lengths, HAS_WINDOW)
-    dims = tl.arange(0, BLOCK_DIM)
-    is_dim = dims < HEAD_DIM
-    is_stored = is_lane[:, None] & is_dim[None, :]
+    # Loaded before the queries, which are waited for, and before the pages of further tiles.
+    pages = page_table + sequence * page_stride
+    lowest = tl.min(tl.where(is_lane, lows, longest), 0) // TILE_KEYS * TILE_KEYS
+    page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
     tile_queries = loaded_queries(
-        queries, rows, heads, is_stored, query_stride, HEAD_DIM, BLOCK_DIM
+        queries, rows, heads, is_lane, query_stride, HEAD_DIM, BLOCK_DIM, PARTS
     )
     value_scale = 1.0
     if IS_E4M3:
         scale_log2 *= tl.load(key_scales + kv_head)
         value_scale = tl.load(value_scales + kv_head)
-    pages = page_table + sequence * page_stride
     tails = tail_slots
     if HAS_TAIL:
         tails += first_row.to(tl.int64) * tail_stride
@@ -302,8 +294,9 @@ def attend_whole(  # type: ignore[no-untyped-def]
     if is_chained:
         mass, total = walk_all(
             tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values,
-            value_scale, pages, row_lengths + first_row, positions + first_row, tails, tail_stride,
-            common, window, scale_log2, HAS_TAIL, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
+            value_scale, lowest, page, other_page, pages, row_lengths + first_row,
+            positions + first_row, tails, tail_stride, common, window, scale_log2,
+            HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, HAS_WINDOW, IS_E4M3,
         )  # fmt: skip
     else:
@@ -316,14 +309,16 @@ def attend_whole(  # type: ignore[no-untyped-def]
                 start, size, tile_queries, lane_rows, lengths, lows, is_lane, 0, count,
                 head_keys, head_values, pages, row_lengths + first_row, positions + first_row,
                 tails, tail_stride, common, window, scale_log2,
-                HAS_TAIL, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
+                HAS_TAIL, BLOCK_ROWS, TILE_ROWS, TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM,
                 PAGE_SIZE, HAS_WINDOW, IS_E4M3,
             )  # fmt: skip
             slots = first_slots + split
             tl.store(maxima + slots, part_best, mask=is_lane)
             tl.store(masses + slots, part_mass, mask=is_lane)
-            places = slots[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(sums + places, part_total * value_scale, mask=is_stored)
+            store_parts(
+                sums + slots[:, None] * HEAD_DIM, scaled(part_total, value_scale), is_lane,
+                HEAD_DIM, BLOCK_DIM,
+            )  # fmt: skip
             split += tl.num_programs(2)
             start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
         # All threads must have stored their parts before the program is counted as done.
@@ -334,7 +329,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
         tl.store(counter, 0)  # for the next layer
         best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([TILE_ROWS], tl.float32)
-        total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+        total = zeros(TILE_ROWS, BLOCK_DIM, PARTS)
         split = 0
         start = 0
         while start < longest:
@@ -342,17 +337,42 @@ def attend_whole(  # type: ignore[no-untyped-def]
             slots = first_slots + split
             part_best = tl.load(maxima + slots, mask=is_part, other=float("-inf"))
             part_mass = tl.load(masses + slots, mask=is_part, other=0.0)
-            places = slots[:, None] * HEAD_DIM + dims[None, :]
-            part_total = tl.load(sums + places, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+            part_total = ()
+            for part in tl.static_range(PARTS):
+                dims = part * (BLOCK_DIM // PARTS) + tl.arange(0, BLOCK_DIM // PARTS)
+                places = slots[:, None] * HEAD_DIM + dims[None, :]
+                is_stored = is_part[:, None] & (dims < HEAD_DIM)[None, :]
+                part_total += (tl.load(sums + places, mask=is_stored, other=0.0),)
             best, mass, total = merged(best, mass, total, part_best, part_mass, part_total)
             start += FIRST_SPLIT << (split // LEVEL_SPLITS)
             split += 1
-    attended = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-    tl.store(
-        results + rows[:, None].to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM)
-        + heads[:, None] * HEAD_DIM + dims[None, :],
-        attended.to(results.dtype.element_ty), mask=is_stored,
-    )  # fmt: skip
+    places = rows.to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM) + heads * HEAD_DIM
+    store_attended(results + places[:, None], mass, total, is_lane, HEAD_DIM, BLOCK_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_attended(  # type: ignore[no-untyped-def]
+    lane_results, mass, total, is_lane, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Stores the weighted means of lanes, whose results begin at `lane_results` `[lanes, 1]`."""
+    divisor = tl.where(mass == 0.0, 1.0, mass)[:, None]
+    means = ()
+    for part in tl.static_range(len(total)):
+        mean = (total[part] / divisor).to(lane_results.dtype.element_ty)
+        means += (mean,)  # type: ignore[assignment]
+    store_parts(lane_results, means, is_lane, HEAD_DIM, BLOCK_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_parts(  # type: ignore[no-untyped-def]
+    lane_places, parts, is_lane, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Stores the dimensions of lanes, which begin at `lane_places` `[lanes, 1]`, part by part."""
+    size: tl.constexpr = BLOCK_DIM // len(parts)
+    for part in tl.static_range(len(parts)):
+        dims = part * size + tl.arange(0, size)
+        is_stored = is_lane[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(lane_places + dims[None, :], parts[part], mask=is_stored)
 
 
 @triton.jit

@@ -41,6 +41,9 @@ _TILE_KEYS = 32
 _SPLIT_STAGES = 3
 _TREE_STAGES = 2
 _WHOLE_STAGES = 4
+# Bytes of each key that a warp loads at once: 8 keys then share one instruction, and one address
+# and mask serve all parts of a key.
+_PART_BYTES = 64
 # Tree rows whose own keys one program of `attend_splits` computes.
 OWN_ROWS = 2
 _MOST_WARPS = 4
@@ -123,6 +126,17 @@ class _Call:
             return _MOST_WARPS
         return min(_MOST_WARPS, self.plan.parts.plain_blocks.tile // PLAIN_TILE)
 
+    @property
+    def num_parts(self) -> int:
+        """Parts of the dimensions of plain rows and trees, loaded and multiplied one by one."""
+        if self.queries.element_size() != 2 or self.head_bytes > _NARROW_BYTES:
+            return 1
+        return max(1, self.block_dim * self.keys.element_size() // _PART_BYTES)
+
+    @property
+    def block_dim(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.queries.shape[2])))
+
     def stages_of(self, wanted: int) -> int:
         return wanted if self.head_bytes <= _NARROW_BYTES else self.num_stages
 
@@ -142,7 +156,7 @@ class _Call:
             "NUM_KV_HEADS": self.keys.shape[1],
             "NUM_GROUPS": self.num_groups,
             "HEAD_DIM": head_dim,
-            "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
+            "BLOCK_DIM": self.block_dim,
             "PAGE_SIZE": self.plan.batch.page_size,
             "HAS_WINDOW": self.plan.sliding_window is not None,
             "IS_E4M3": self.cache_scales is not None,
@@ -164,9 +178,10 @@ def _launch_whole(call: _Call) -> None:
         queries.stride(0), batch.page_table.stride(0), tail.stride(0),
         plan.max_splits, call.scale_log2, plan.sliding_window or 0, FEWEST_CHAINS,
         HAS_TAIL=has_tail, CHAIN_KEYS=CHAIN_KEYS,
-        ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
+        ROWS=rows_per_block, BLOCK_ROWS=triton.next_power_of_2(rows_per_block),
+        TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL,
-        **call.shape_options(), num_warps=call.num_warps,
+        PARTS=call.num_parts, **call.shape_options(), num_warps=call.num_warps,
         num_stages=call.stages_of(_WHOLE_STAGES),
     )  # fmt: skip
 
@@ -190,9 +205,11 @@ def _launch_splits(call: _Call) -> None:
         parts.row_lengths, parts.shared_lengths, batch.positions, batch.page_table, tail,
         queries.stride(0), batch.page_table.stride(0), tail.stride(0),
         plan.max_splits, num_shared, call.scale_log2, plan.sliding_window or 0,
-        HAS_TAIL=has_tail, ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
+        HAS_TAIL=has_tail,
+        ROWS=rows_per_block, BLOCK_ROWS=triton.next_power_of_2(rows_per_block),
+        TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, OWN_ROWS=OWN_ROWS,
-        **options, **launch, num_warps=call.num_warps,
+        PARTS=call.num_parts, **options, **launch, num_warps=call.num_warps,
         num_stages=call.stages_of(_TREE_STAGES if has_tail else _SPLIT_STAGES),
     )  # fmt: skip
     combine[(num_blocks * rows_per_block, num_heads)](

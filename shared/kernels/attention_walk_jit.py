@@ -13,6 +13,9 @@ import triton.language as tl
 
 from shared.kernels.widened_jit import widened
 
+# Keys that a warp loads at once, where it loads 64 bytes of each.
+_STEP_KEYS = tl.constexpr(8)
+
 
 @triton.jit
 def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore[no-untyped-def]
@@ -21,8 +24,30 @@ def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore
     keep = power_of_two(best, new_best)
     weight = power_of_two(part_best, new_best)
     mass = mass * keep + part_mass * weight
-    total = total * keep[:, None] + part_total * weight[:, None]
-    return new_best, mass, total
+    sums = ()
+    for part in tl.static_range(len(total)):
+        sums += (total[part] * keep[:, None] + part_total[part] * weight[:, None],)  # type: ignore[assignment]
+    return new_best, mass, sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def zeros(  # type: ignore[no-untyped-def]
+    TILE_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr
+):
+    """Returns sums of nothing, in PARTS parts of their dimensions."""
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums += (tl.zeros([TILE_ROWS, BLOCK_DIM // PARTS], tl.float32),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def scaled(sums, factors):  # type: ignore[no-untyped-def]
+    """Returns the parts of sums times factors: one, or one `[TILE_ROWS, 1]` for each row."""
+    products = ()
+    for part in tl.static_range(len(sums)):
+        products += (sums[part] * factors,)  # type: ignore[assignment]
+    return products
 
 
 @triton.jit
@@ -33,9 +58,17 @@ def power_of_two(best, new_best):  # type: ignore[no-untyped-def]
     maximum has the same bits as one whose parts are all scaled by the final maximum, whether or not
     a compiler contracts product and sum.
     """
-    reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-    exponent = tl.maximum(best - reference, -127.0).to(tl.int32)
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(best - finite(new_best), -127.0)
+    # The last bits of this sum are `exponent + 127`, without a conversion by slow units.
+    return ((exponent + (127.0 + 2.0**23)).to(tl.int32, bitcast=True) << 23).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def finite(best):  # type: ignore[no-untyped-def]
+    """Returns maxima, a large negative number instead of -inf: from that -inf can be subtracted."""
+    return tl.maximum(best, -1e30)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -66,10 +99,23 @@ def split_of(  # type: ignore[no-untyped-def]
 def end_of_split(  # type: ignore[no-untyped-def]
     key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
 ):
-    """Returns the end of the split that contains a key."""
-    split = split_of(key, FIRST_SPLIT, LEVEL_SPLITS)
-    start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
-    return start + size
+    """Returns the end of the split that contains a key, and its number of keys."""
+    size = FIRST_SPLIT
+    while key >= LEVEL_SPLITS * (2 * size - FIRST_SPLIT):
+        size *= 2
+    level_start = LEVEL_SPLITS * (size - FIRST_SPLIT)
+    return level_start + ((key - level_start) & -size) + size, size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def end_of_next_split(  # type: ignore[no-untyped-def]
+    end, size, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
+):
+    """Returns the end and the number of keys of the split after the one that `end_of_split` gave,
+    without a division."""
+    is_last = end == LEVEL_SPLITS * (2 * size - FIRST_SPLIT)
+    size = tl.where(is_last, 2 * size, size)
+    return end + size, size
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,18 +123,19 @@ def walk(  # type: ignore[no-untyped-def]
     start, size, tile_queries, lane_rows, lengths, lows, is_lane, first_own, num_own,
     head_keys, head_values, pages, block_lengths, block_positions, tails, tail_stride, common,
     window, scale_log2,
-    HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns maxima, masses and sums of one split, tile by tile.
 
     First come the tiles that are common to all rows, then the tiles with a row's own keys, for
-    `num_own` rows of the block from `first_own` on.
+    `num_own` rows of the block from `first_own` on: a tile of each row, then their next tiles.
     """
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+    total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     longest = tl.max(lengths, 0)
     lowest = tl.min(tl.where(is_lane, lows, longest), 0)
     end = tl.minimum(start + size, longest)
@@ -107,55 +154,47 @@ def walk(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         page, other_page = next_page, next_other
     if HAS_TAIL:
-        first = tl.maximum(first, common_tiles)
-        num_steps = tl.maximum(end - first + TILE_KEYS - 1, 0) // TILE_KEYS * num_own
-        slots = own_slots(
-            first, first_own, num_steps > 0, pages, block_lengths, block_positions,
-            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
-        )  # fmt: skip
-        # One tile for each row in turn, then the next tile.
-        for step in range(num_steps):
-            following = step + 1
-            next_slots = own_slots(
-                first + following // num_own * TILE_KEYS, first_own + following % num_own,
-                following < num_steps, pages, block_lengths, block_positions,
-                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        for tile in range(tl.maximum(first, common_tiles), end, TILE_KEYS):
+            slots = own_slots(
+                tile, first_own, num_own, pages, block_lengths, block_positions, tails,
+                tail_stride, common, window, TILE_KEYS, BLOCK_ROWS, PAGE_SIZE, HAS_WINDOW,
             )  # fmt: skip
-            best, mass, total = absorb_own(
-                slots, is_lane & (lane_rows == first_own + step % num_own), tile_queries,
-                head_keys, head_values, scale_log2, best, mass, total,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
-            )  # fmt: skip
-            slots = next_slots
+            for row in range(first_own, first_own + num_own):
+                best, mass, total = absorb_own(
+                    tile, slots, row, is_lane & (lane_rows == row), lengths, lows, tile_queries,
+                    head_keys, head_values, common, scale_log2, best, mass, total,
+                    TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, HAS_WINDOW, IS_E4M3,
+                )  # fmt: skip
     return best, mass, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walk_all(  # type: ignore[no-untyped-def]
     tile_queries, lane_rows, lengths, lows, is_lane, count, head_keys, head_values, value_scale,
-    pages, block_lengths, block_positions, tails, tail_stride, common, window, scale_log2,
-    HAS_TAIL: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    lowest, page, other_page, pages, block_lengths, block_positions, tails, tail_stride, common,
+    window, scale_log2,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Returns masses and sums of all splits, added as `combine` adds them.
+    """Returns masses and sums of all splits, added as `combine` adds them, from the tile that
+    begins at key `lowest` and has the pages `page` and `other_page`.
 
     Both loops run over the tiles of all splits, so that the next tile is being loaded while one is
     computed.
     """
     longest = tl.max(lengths, 0)
-    lowest = tl.min(tl.where(is_lane, lows, longest), 0) // TILE_KEYS * TILE_KEYS
     # Whole tiles before this key are common to all rows.
     common_tiles = common
     if HAS_TAIL:
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
+    total = zeros(TILE_ROWS, BLOCK_DIM, len(tile_queries))
     part_best, part_mass, part_total = best, mass, total
-    split_end = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
-    page, other_page = pages_of(lowest, longest, pages, TILE_KEYS, PAGE_SIZE)
+    split_end, split_size = end_of_split(lowest, FIRST_SPLIT, LEVEL_SPLITS)
     for tile in range(lowest, tl.minimum(longest, common_tiles), TILE_KEYS):
         next_page, next_other = pages_of(tile + TILE_KEYS, longest, pages, TILE_KEYS, PAGE_SIZE)
         part_best, part_mass, part_total = absorb_common(
@@ -167,45 +206,39 @@ def walk_all(  # type: ignore[no-untyped-def]
         is_end = tile + TILE_KEYS >= split_end
         if is_end:
             best, mass, total = merged(
-                best, mass, total, part_best, part_mass, part_total * value_scale
+                best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
             )
             part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([TILE_ROWS], tl.float32)
-            part_total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
-            split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
+            # The sums are not reset: at a maximum of -inf, the next tile scales them by 0.
+            split_end, split_size = end_of_next_split(
+                split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
+            )
     if HAS_TAIL:
-        first = tl.maximum(lowest, common_tiles)
-        num_steps = tl.maximum(longest - first + TILE_KEYS - 1, 0) // TILE_KEYS * count
-        slots = own_slots(
-            first, 0, num_steps > 0, pages, block_lengths, block_positions,
-            tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
-        )  # fmt: skip
-        # One tile for each row in turn, then the next tile.
-        for step in range(num_steps):
-            following = step + 1
-            next_slots = own_slots(
-                first + following // count * TILE_KEYS, following % count, following < num_steps,
-                pages, block_lengths, block_positions,
-                tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
+        for tile in range(tl.maximum(lowest, common_tiles), longest, TILE_KEYS):
+            slots = own_slots(
+                tile, 0, count, pages, block_lengths, block_positions, tails,
+                tail_stride, common, window, TILE_KEYS, BLOCK_ROWS, PAGE_SIZE, HAS_WINDOW,
             )  # fmt: skip
-            row = step % count
-            tile = first + step // count * TILE_KEYS
-            part_best, part_mass, part_total = absorb_own(
-                slots, is_lane & (lane_rows == row), tile_queries,
-                head_keys, head_values, scale_log2, part_best, part_mass, part_total,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, IS_E4M3,
-            )  # fmt: skip
-            slots = next_slots
-            is_end = (row == count - 1) & (tile + TILE_KEYS >= split_end)
+            for row in range(count):
+                part_best, part_mass, part_total = absorb_own(
+                    tile, slots, row, is_lane & (lane_rows == row), lengths, lows, tile_queries,
+                    head_keys, head_values, common, scale_log2, part_best, part_mass, part_total,
+                    TILE_KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, HAS_WINDOW, IS_E4M3,
+                )  # fmt: skip
+            is_end = tile + TILE_KEYS >= split_end
             if is_end:
                 best, mass, total = merged(
-                    best, mass, total, part_best, part_mass, part_total * value_scale
+                    best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
                 )
                 part_best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
                 part_mass = tl.zeros([TILE_ROWS], tl.float32)
-                part_total = tl.zeros([TILE_ROWS, BLOCK_DIM], tl.float32)
-                split_end = end_of_split(tile + TILE_KEYS, FIRST_SPLIT, LEVEL_SPLITS)
-    _, mass, total = merged(best, mass, total, part_best, part_mass, part_total * value_scale)
+                split_end, split_size = end_of_next_split(
+                    split_end, split_size, FIRST_SPLIT, LEVEL_SPLITS
+                )
+    _, mass, total = merged(
+        best, mass, total, part_best, part_mass, scaled(part_total, value_scale)
+    )
     return mass, total
 
 
@@ -236,22 +269,24 @@ def absorb_common(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds the tile that begins at key `tile` of the page table, for every row that sees it.
 
-    If a page holds whole halves of a tile, two scalars give the addresses of all its keys: the
-    offsets from them are constants, which cost neither registers nor instructions.
+    If a page holds whole halves of a tile, two scalars give the addresses of all its keys. A
+    thread adds the offset of its first key, which is the same for every tile, and then constants,
+    the multiples of `_STEP_KEYS`: neither costs a register for each key.
     """
     stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     half: tl.constexpr = TILE_KEYS // 2
     keys = tl.arange(0, TILE_KEYS)
-    dims = tl.arange(0, BLOCK_DIM)
+    dims = tl.arange(0, BLOCK_DIM // len(queries))
     indices = tile + keys
     is_key = indices < longest
     if PAGE_SIZE % half == 0:
         first = (page.to(tl.int64) * PAGE_SIZE + tile % PAGE_SIZE) * stride
         other = (other_page.to(tl.int64) * PAGE_SIZE + (tile + half) % PAGE_SIZE) * stride
         is_first = (keys < half)[:, None]
-        places = (keys % half * stride)[:, None] + dims[None, :]
-        key_places = tl.where(is_first, head_keys + first, head_keys + other) + places
-        value_places = tl.where(is_first, head_values + first, head_values + other) + places
+        places = (keys % _STEP_KEYS * stride)[:, None] + dims[None, :]
+        steps = (keys % half // _STEP_KEYS * (_STEP_KEYS * stride))[:, None]
+        key_places = tl.where(is_first, head_keys + first, head_keys + other) + places + steps
+        value_places = tl.where(is_first, head_values + first, head_values + other) + places + steps
     else:
         page_of_keys = tl.load(pages + indices // PAGE_SIZE, mask=is_key, other=0)
         slots = page_of_keys.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
@@ -268,40 +303,58 @@ def absorb_common(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def own_slots(  # type: ignore[no-untyped-def]
-    tile, row, is_wanted, pages, block_lengths, block_positions, tails, tail_stride, common, window,
-    TILE_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    tile, first_own, num_own, pages, block_lengths, block_positions, tails, tail_stride,
+    common, window,
+    TILE_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns the slots `[TILE_KEYS]` int32 of the tile that begins at key `tile` of a tree row's
-    own list, its prefix and then its tail; -1 where the row sees no key.
+    """Returns the slots `[BLOCK_ROWS, TILE_KEYS]` int32 of the tile that begins at key `tile` of
+    the own lists of `num_own` tree rows from `first_own` on: the prefix, then a row's tail; -1
+    where a row sees no key.
 
-    Loaded one tile ahead, so that the tile's loads do not wait for them.
+    Loaded for all rows at once, and none of the loads waits for another.
     """
-    length = tl.load(block_lengths + row, mask=is_wanted, other=0)
-    low = 0
-    if HAS_WINDOW:
-        last = tl.load(block_positions + row, mask=is_wanted, other=0).to(tl.int32)
-        low = tl.maximum(last - window + 1, 0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_wanted = (rows >= first_own) & (rows < first_own + num_own)
+    lengths = tl.load(block_lengths + rows, mask=is_wanted, other=0)
     indices = tile + tl.arange(0, TILE_KEYS)
-    is_prefix = (indices < common) & (indices >= low) & is_wanted
-    is_tail = (indices >= common) & (indices < length)
-    page = tl.load(pages + indices // PAGE_SIZE, mask=is_prefix, other=0)
-    tail = tl.load(tails + row * tail_stride + indices - common, mask=is_tail, other=-1)
-    return tl.where(is_prefix, page * PAGE_SIZE + indices % PAGE_SIZE, tail.to(tl.int32))
+    page = tl.load(pages + indices // PAGE_SIZE, mask=indices < common, other=0)
+    prefix = page * PAGE_SIZE + indices % PAGE_SIZE
+    # A row of `tails` is `tail_stride` wide, the row's own keys and then any.
+    columns = indices - common
+    is_column = is_wanted[:, None] & ((columns >= 0) & (columns < tail_stride))[None, :]
+    places = rows[:, None] * tail_stride + columns[None, :]
+    tail = tl.load(tails + places, mask=is_column, other=0).to(tl.int32)
+    is_seen = indices[None, :] < lengths[:, None]
+    if HAS_WINDOW:
+        last = tl.load(block_positions + rows, mask=is_wanted, other=0).to(tl.int32)
+        is_seen = is_seen & (
+            (indices[None, :] > (last - window)[:, None]) | (columns >= 0)[None, :]
+        )
+    return tl.where(is_seen, tl.where((columns < 0)[None, :], prefix[None, :], tail), -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb_own(  # type: ignore[no-untyped-def]
-    slots, is_own, queries, head_keys, head_values, scale_log2, best, mass, total,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    IS_E4M3: tl.constexpr,
+    tile, slots, row, is_own, lengths, lows, queries, head_keys, head_values, common,
+    scale_log2, best, mass, total,
+    TILE_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of a tree row's own list for that row alone."""
-    is_key = slots >= 0
-    places = slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
-    places += tl.arange(0, BLOCK_DIM)[None, :]
+    """Adds a tile of a tree row's own list for that row alone, whose slots are `slots[row]`."""
+    is_row = tl.arange(0, slots.shape[0])[:, None] == row
+    row_slots = tl.sum(tl.where(is_row, slots, 0), 0)
+    # Which keys the row sees follows from its slots too, but those would have to be exchanged
+    # between threads.
+    indices = tile + tl.arange(0, TILE_KEYS)
+    is_seen = (indices[None, :] < lengths[:, None]) & is_own[:, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & ((indices[None, :] >= lows[:, None]) | (indices >= common)[None, :])
+    places = row_slots.to(tl.int64)[:, None] * (NUM_KV_HEADS * HEAD_DIM)
+    places += tl.arange(0, BLOCK_DIM // len(queries))[None, :]
     return absorb(
         queries, head_keys + places, head_values + places,
-        is_key, is_key[None, :] & is_own[:, None],
+        row_slots >= 0, is_seen,
         scale_log2, best, mass, total, HEAD_DIM, BLOCK_DIM, IS_E4M3,
     )  # fmt: skip
 
@@ -318,11 +371,20 @@ def lanes_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def loaded_queries(  # type: ignore[no-untyped-def]
-    queries, rows, heads, is_loaded, query_stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
-    """Returns the queries of lanes, each a row and one of its heads, zero where not loaded."""
+    queries, rows, heads, is_lane, query_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Returns the queries of lanes, each a row and one of its heads, in PARTS parts of their
+    dimensions; zero where not loaded."""
+    size: tl.constexpr = BLOCK_DIM // PARTS
     places = rows[:, None].to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM
-    return tl.load(queries + places + tl.arange(0, BLOCK_DIM)[None, :], mask=is_loaded, other=0.0)
+    loaded = ()
+    for part in tl.static_range(PARTS):
+        dims = part * size + tl.arange(0, size)
+        is_loaded = is_lane[:, None] & (dims < HEAD_DIM)[None, :]
+        part_queries = tl.load(queries + places + dims[None, :], mask=is_loaded, other=0.0)
+        loaded += (part_queries,)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -343,25 +405,36 @@ def absorb(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of keys to the running maximum, mass and sum; rows that do not see the tile are
-    unchanged."""
+    unchanged.
+
+    Dimensions are loaded and multiplied in the parts of `queries`, in order. `key_places` and
+    `value_places` are those of the first part.
+    """
+    size: tl.constexpr = BLOCK_DIM // len(queries)
     is_loaded = is_key[:, None]
-    if HEAD_DIM < BLOCK_DIM:
-        is_loaded = is_loaded & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
-    raw_keys = tl.load(key_places, mask=is_loaded, other=0)
-    raw_values = tl.load(value_places, mask=is_loaded, other=0)
-    keys = matched(raw_keys, queries, IS_E4M3)
-    values = matched(raw_values, queries, IS_E4M3)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    scores = tl.zeros([queries[0].shape[0], is_key.shape[0]], tl.float32)
+    for part in tl.static_range(len(queries)):
+        if HEAD_DIM < BLOCK_DIM:
+            is_loaded = is_key[:, None] & (part * size + tl.arange(0, size) < HEAD_DIM)[None, :]
+        raw_keys = tl.load(key_places + part * size, mask=is_loaded, other=0)
+        keys = matched(raw_keys, queries[part], IS_E4M3)
+        scores = tl.dot(queries[part], tl.trans(keys), scores, input_precision="ieee")
     scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
-    reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     decay = power_of_two(best, new_best)
     # An explicit fma rounds once in every kernel, whatever the compiler contracts.
-    weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale_log2, -finite(new_best)[:, None]))
     mass = mass * decay + tl.sum(weights, 1)
-    total = total * decay[:, None]
-    total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")
-    return new_best, mass, total
+    sums = ()
+    for part in tl.static_range(len(queries)):
+        if HEAD_DIM < BLOCK_DIM:
+            is_loaded = is_key[:, None] & (part * size + tl.arange(0, size) < HEAD_DIM)[None, :]
+        raw_values = tl.load(value_places + part * size, mask=is_loaded, other=0)
+        values = matched(raw_values, queries[part], IS_E4M3)
+        scaled_total = total[part] * decay[:, None]
+        summed = tl.dot(weights.to(values.dtype), values, scaled_total, input_precision="ieee")
+        sums += (summed,)  # type: ignore[assignment]
+    return new_best, mass, sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
