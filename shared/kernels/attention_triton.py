@@ -28,7 +28,7 @@ _MIN_SPLIT_PROGRAMS = 8
 # fewer the device is partly idle, 38 us per layer instead of 19 with shared blocks. Graphs count
 # the most blocks that are possible, up to twice the actual number.
 # Triton's interpreter runs one program after another, so fewer programs are less work for it.
-FEWEST_WHOLE = 0 if IS_INTERPRETING else 288
+FEWEST_WHOLE = 0 if IS_INTERPRETING else 192
 # Programs share a longer key list, unless `FEWEST_CHAINS` lists of its length run together: a few
 # long lists would leave the device idle.
 CHAIN_KEYS = 4096
