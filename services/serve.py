@@ -105,8 +105,7 @@ def ready_line(plan: Plan) -> str:
     if plan.drafts:
         names = ", ".join(draft.algorithm for draft in plan.drafts)
         drafts = f"{names} ({plan.placement.value})"
-    model = plan.gateway.model_name or plan.target.served_model_name
-    model = model or ("demo" if plan.is_demo else plan.target.model_id)
+    model = plan.gateway.model_name or plan.target.model_id
     scheme = "http" if plan.gateway.http_tls is None else "https"
     url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
     return (

@@ -36,7 +36,6 @@ from shared.tls import CertFolder
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
 LOOPBACK = "127.0.0.1"
-_DEMO_NAME = "demo"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 _MAX_GRAPH_SEQUENCES = 256
 _WAIT_FLAG = "--candidate-wait-sequences"
@@ -111,10 +110,6 @@ class Plan:
     gateway_arguments: tuple[str, ...]
     learner_arguments: tuple[str, ...]
     notices: tuple[str, ...]
-
-    @property
-    def is_demo(self) -> bool:
-        return _is_demo(self.target)
 
     @property
     def remote_drafts(self) -> tuple[PlannedDraft, ...]:
@@ -379,8 +374,6 @@ class _PlanBuilder:
     def _target_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
         target = self.target
         words = [*_with_local_models(target, self.line.services[TARGET])]
-        if _is_demo(target) and target.served_model_name is None:
-            words.append(f"--served-model-name={_DEMO_NAME}")
         if self.placement is Placement.EMBEDDED:
             for draft in drafts:
                 words += ["--draft=embedded", *draft.arguments]

@@ -167,9 +167,11 @@ def build_runner(
         pool, cache = _pool(settings, decoder, max_context, reserved_bytes, feature_bytes)
         phase.size_bytes = pool.storage.nbytes
     _warn_of_batch_variant_products(settings, decoder)
+    saved_bytes = num_saved_bytes(decoder)
     logger.info(
-        "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
-        settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
+        "%s in %s on %s%s; keys and values in %s",
+        settings.model_id, dtype, device,
+        f", 8-bit layers save {in_words(saved_bytes)}" if saved_bytes else "", pool.layout.dtype,
     )  # fmt: skip
     graphs = None
     if limits is not None:

@@ -59,7 +59,7 @@ def test_the_demo_model_is_served_with_the_demo_draft() -> None:
     plan = _plan()
     assert _algorithms(plan) == ("STANDALONE",)
     assert tuple(port for port, _ in plan.ports) == (8000, 8001, 50051, 50052, 50061, 50062)
-    assert "--served-model-name=demo" in plan.target_arguments
+    assert plan.target.model_id == "demo"
 
 
 @pytest.mark.parametrize(

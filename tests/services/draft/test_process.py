@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -86,6 +87,17 @@ async def test_health_follows_the_process_from_loading_to_drain(target: Scripted
     assert await conversation.hear() is None, "draining detaches"
     assert await _health(process.port) != serving
     await process.stop()
+
+
+async def test_the_log_says_the_shape_of_the_trees(
+    target: ScriptedTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    process = DraftProcess(_settings("--target", target.address))
+    await process.listen()
+    await process.serve(ScriptedDrafter(), IDENTITY)
+    await process.stop()
+    assert f"serving on port {process.port}, trees of 3,1,4 (steps,topk,rows)" in caplog.text
 
 
 async def test_stopping_detaches_before_the_servers_go(target: ScriptedTarget) -> None:
