@@ -15,6 +15,8 @@ from typing import Any
 
 _POLL_INTERVAL_S = 0.1
 _TAIL_LINES = 20
+_MOMENT_S = 1.0
+"""Between SIGTERM and SIGKILL for parts that must stop at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,14 @@ class Stack:
         self._report = report
         self._all_ready = False
 
-    async def run(self, stop: asyncio.Event, announce: Callable[[], None]) -> int:
-        """Serves until `stop` is set (returns 0) or a part dies for good (returns 1)."""
+    async def run(
+        self, stop: asyncio.Event, announce: Callable[[], None], at_once: asyncio.Event
+    ) -> int:
+        """Serves until `stop` is set (returns 0) or a part dies for good (returns 1).
+
+        Args:
+            at_once: ends all parts that are left, without an order or a grace.
+        """
         try:
             for part in self._parts:
                 await part.child.start()
@@ -167,7 +175,8 @@ class Stack:
             self._report(str(error))
             return 1
         finally:
-            await self._stop_parts()
+            await _first_of(self._stop_in_order(), at_once.wait())
+            await asyncio.gather(*(part.child.stop(_MOMENT_S) for part in self._parts))
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -216,7 +225,7 @@ class Stack:
             await asyncio.sleep(_POLL_INTERVAL_S)
         self._report(f"{part.child.spec.name} is back")
 
-    async def _stop_parts(self) -> None:
+    async def _stop_in_order(self) -> None:
         for part in reversed(self._parts):
             if not await part.child.stop(self._timeouts.stop_s):
                 name, grace_s = part.child.spec.name, self._timeouts.stop_s

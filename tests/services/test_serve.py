@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from services.serve import ready_line
 from services.serve_line import all_fields, split_line
 from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
+from services.stack import Child, ChildSpec, Part
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.settings import load_settings
@@ -205,6 +208,36 @@ def test_a_host_that_is_not_the_first_becomes_a_target(monkeypatch: pytest.Monke
     target = load_settings(TargetSettings, service="target", arguments=words, env={})
     assert target.ranks == Ranks(4, 1, 2, 1, "first:5000")
     assert list(target.ranks.here) == [2, 3]
+
+
+async def test_a_signal_says_how_long_a_stop_takes_and_a_second_one_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal"
+    words = ("gateway", str(journal), "--stubborn")
+    child = Child(ChildSpec("gateway", "tests.helpers.stand_in", words, tmp_path / "gateway.log"))
+
+    async def has_started() -> bool:
+        return journal.exists()
+
+    monkeypatch.setattr(serve, "parts", lambda plan: (Part(child, has_started),))
+    plan = _plan("--drain-grace-s", "20", "--log-dir", str(tmp_path))
+    running = asyncio.create_task(serve._serve(plan))
+    for event in ("gateway started", "gateway ignored SIGTERM"):
+        while not journal.exists() or event not in journal.read_text():
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 0
+    assert not child.is_running
+    assert capsys.readouterr().err.splitlines() == [
+        "serve: stopping; at most 20 s for requests to finish (Ctrl-C again stops at once)"
+    ]
+
+
+def test_the_grace_of_a_stop_is_the_shorter_of_two() -> None:
+    assert serve.grace_s(_plan()) == 30
+    assert serve.grace_s(_plan("--stop-grace-s", "5")) == 5
 
 
 async def _nothing(plan: Plan) -> int:
