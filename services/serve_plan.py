@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.settings import GatewaySettings
 from services.draft.algorithm import Algorithm
@@ -118,16 +118,18 @@ class Plan:
     @property
     def ports(self) -> list[tuple[int, str]]:
         """Every port of the stack, with the flag that moves it. Each service has two in a row."""
-        services: list[tuple[Any, str]] = [
-            (self.gateway, "--port"),
-            (self.target, "--target-port"),
-            *((draft.settings, "--draft-port") for draft in self.remote_drafts),
+        measured: list[tuple[TargetSettings | DraftSettings, str]] = [
+            (self.target, "--target"),
+            *((draft.settings, "--draft") for draft in self.remote_drafts),
         ]
-        return [
-            (port, flag)
-            for settings, flag in services
-            for port in (settings.port, settings.admin_port)
-        ]
+        ports = [(self.gateway.port, "--port"), (self.gateway.admin_port, "--port")]
+        for settings, service in measured:
+            flag = f"{service}-port"
+            ports += [(settings.port, flag), (settings.admin_port, flag)]
+        metrics = (
+            (settings.metrics_port, f"{service}-metrics-port") for settings, service in measured
+        )
+        return [*ports, *((port, flag) for port, flag in metrics if port)]
 
 
 def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
@@ -326,8 +328,12 @@ class _PlanBuilder:
         if chosen is None:
             return None
         if place:
-            words += [f"--port={chosen.port + 2 * place}"]
-            words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
+            # Metrics are often on the port after the two that each draft has.
+            shift = place * (3 if chosen.metrics_port else 2)
+            words += [f"--port={chosen.port + shift}"]
+            words += [f"--maintenance-port={chosen.port + shift + 1}"]
+            if chosen.metrics_port:
+                words += [f"--metrics-port={chosen.metrics_port + shift}"]
         settings = self._read(
             lambda: with_target_tokenizer(
                 checked_models(
@@ -485,12 +491,13 @@ def _port_problems(plan: Plan) -> Iterator[str]:
     for port, flag in plan.ports:
         if port == 0:
             yield f"{flag}: a launcher needs to know the port; 0 is none"
-    ports = [port for port, _ in plan.ports]
-    twice = sorted(port for port, count in Counter(ports).items() if count > 1 and port)
+    counts = Counter(port for port, _ in plan.ports)
+    twice = sorted(port for port, count in counts.items() if count > 1 and port)
     if twice:
+        flags = dict.fromkeys(flag for port, flag in plan.ports if port in twice)
         yield (
-            f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, "
-            f"from {', '.join(map(str, ports[::2]))}: set --port, --target-port or --draft-port"
+            f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row: "
+            f"set {' or '.join(flags)}"
         )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.errors import MISFIT_EXIT_CODE
+
 _POLL_INTERVAL_S = 0.1
 _TAIL_LINES = 20
 _MOMENT_S = 1.0
@@ -106,7 +108,8 @@ class Part:
         is_ready: polled until it returns true.
         is_expendable: without it serving is only slower; if it dies, it is started again instead of
             ending the stack.
-        hint: advice for the user, reported if the process ends before every part is ready.
+        hint: advice for the user, reported if the process ends before every part is ready because
+            its models do not fit.
         is_back: replaces `is_ready` after a restart; None is `is_ready`.
     """
 
@@ -209,7 +212,8 @@ class Stack:
                     returning.cancel()
             ended = f"{part.child.spec.name} ended with exit code {exit_code}"
             if not (part.is_expendable and self._all_ready):
-                hint = "" if part.hint is None else f"\n{part.hint}"
+                has_hint = part.hint is not None and exit_code == MISFIT_EXIT_CODE
+                hint = f"\n{part.hint}" if has_hint else ""
                 raise PartDied(f"{ended}\n{_excerpt(part.child)}{hint}")
             if time.monotonic() - started > self._timeouts.healthy_s:
                 backoff_s = self._timeouts.first_backoff_s

@@ -132,6 +132,27 @@ def test_several_algorithms_are_as_many_drafts(names: str) -> None:
     assert [each.name for each in plan.drafts] == ["draft-standalone", "draft-ngram"]
 
 
+def test_several_drafts_have_as_many_ports_of_metrics() -> None:
+    env = {"OUTRIDER_TARGET_METRICS_PORT": "50053", "OUTRIDER_DRAFT_METRICS_PORT": "50063"}
+    plan = _plan("--algorithm", "STANDALONE,NGRAM", env=env)
+    assert [port for port, _ in plan.ports][-7:] == [
+        *(50061, 50062, 50064, 50065),
+        *(50053, 50063, 50066),
+    ]
+    assert "--metrics-port=50066" in plan.drafts[1].arguments
+    problem = _problems("--draft-metrics-port", "50051")
+    assert problem.startswith("ports wanted twice: 50051;")
+    assert problem.endswith("set --target-port or --draft-metrics-port")
+
+
+def test_a_busy_port_of_metrics_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        plan = _plan("--draft-metrics-port", str(port))
+        [problem] = [line for line in serve._busy_ports(plan) if f"port {port} " in line]
+    assert problem.endswith("stop it, or set --draft-metrics-port")
+
+
 @pytest.mark.parametrize("flag", ["--placement=embedded", "--draft-model=MODEL"])
 def test_what_only_one_draft_can_have_is_refused_for_several(flag: str, tmp_path: Path) -> None:
     flag = flag.replace("MODEL", str(_model_folder(tmp_path / "model")))

@@ -114,13 +114,18 @@ async def test_a_draft_that_returns_is_announced(tmp_path: Path) -> None:
     assert await run == 0
 
 
-async def test_a_part_that_ends_at_start_comes_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "last"), [(3, "take another draft"), (1, "no weights found")]
+)
+async def test_a_part_whose_models_do_not_fit_comes_with_what_to_do(
+    exit_code: int, last: str, tmp_path: Path
+) -> None:
     scene = Scene(tmp_path)
-    scene.add("draft", "--fail", is_expendable=True)
+    scene.add("draft", f"--fail={exit_code}", is_expendable=True)
     [part] = scene.parts
     scene.parts = [dataclasses.replace(part, hint="take another draft")]
     assert await scene.run(lambda: None) == 1
-    assert scene.reports[0].endswith("take another draft")
+    assert scene.reports[0].endswith(last)
 
 
 async def test_a_start_that_goes_on_says_what_it_waits_for(tmp_path: Path) -> None:
