@@ -16,7 +16,7 @@ from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, checked_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
-from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
+from services.serve_line import DRAFT, GATEWAY, LAUNCHER, TARGET, Line, split_line
 from services.serve_settings import (
     NO_DRAFT,
     LauncherSettings,
@@ -29,7 +29,7 @@ from services.target.settings import DEMO_MODEL, TargetSettings, with_local_mode
 from shared.errors import OutriderError, SettingsError, raise_problems
 from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
-from shared.settings import load_settings
+from shared.settings import load_settings, value_problems
 from shared.settings_field import declared_fields
 from shared.tls import CertFolder
 
@@ -38,6 +38,7 @@ _DEVICE_FILE = re.compile(r"nvidia\d+")
 LOOPBACK = "127.0.0.1"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 _MAX_GRAPH_SEQUENCES = 256
+_GRAPHS_FLAG = "--cuda-graph-max-bs"
 _WAIT_FLAG = "--candidate-wait-sequences"
 _DEMO_SHAPE = MappingProxyType(
     {
@@ -164,14 +165,20 @@ class _PlanBuilder:
         """Raises:
         SettingsError: see `make_plan`.
         """
-        self.launcher = self._required(self._load(LauncherSettings, "serve", self.line.own))
-        self.notices += [*notices(self.launcher), *variable_notices(self.env)]
-        self.notices += _backend_notices(self.line)
-        _add_certs(self.launcher, self.line)
         words = self.line.services[TARGET]
-        if sizes := self.launcher.cuda_graph_bs:
-            words.insert(0, f"--cuda-graph-max-bs={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
-        self.target = self._required(self._load(TargetSettings, TARGET, words))
+        self.notices += _cap_graphs(words)
+        self._check_values()
+        launcher = self._load(LauncherSettings, LAUNCHER, self.line.own)
+        if launcher is not None:
+            self.launcher = launcher
+            self.notices += [*notices(launcher), *variable_notices(self.env)]
+            self.notices += _backend_notices(self.line)
+            _add_certs(launcher, self.line)
+            if sizes := launcher.cuda_graph_bs:
+                words.insert(0, f"{_GRAPHS_FLAG}={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
+        target = self._load(TargetSettings, TARGET, words)
+        self._load(GatewaySettings, GATEWAY, self.line.services[GATEWAY])
+        self.target = self._required(target)
         self._raise_problems()
         if _is_demo(self.target) and not any(DEMO_MODEL.glob("*.safetensors")):
             raise SettingsError(
@@ -189,6 +196,24 @@ class _PlanBuilder:
             words.append(f"{_WAIT_FLAG}=1")
             self.target = replace(self.target, candidate_wait_sequences=1)
         return self._with_drafts()
+
+    def _check_values(self) -> None:
+        """Raises: SettingsError if a value of any process is invalid, before a model is fetched."""
+        kinds: tuple[tuple[type, str], ...] = (
+            (LauncherSettings, LAUNCHER),
+            (TargetSettings, TARGET),
+            (DraftSettings, DRAFT),
+            (GatewaySettings, GATEWAY),
+        )
+        for cls, service in kinds:
+            self.problems += value_problems(
+                cls,
+                service=service,
+                arguments=self.line.services.get(service, self.line.own),
+                env=self.env,
+                typed=self.line.typed[service],
+            )
+        self._raise_problems()
 
     def _read(self, settings: Callable[[], S]) -> S | None:
         """Returns the result of `settings`; if it raises, adds its problems and returns None."""
@@ -473,6 +498,19 @@ def _add_certs(launcher: LauncherSettings, line: Line) -> None:
     line.services[TARGET][:0] = server_flags
     for service in (DRAFT, GATEWAY):
         line.services[service][:0] = [*server_flags, *client_flags]
+
+
+def _cap_graphs(words: list[str]) -> Iterator[str]:
+    """Lowers the number of sequences of the largest CUDA graph to the most that there can be, with
+    a notice."""
+    for place, word in enumerate(words):
+        flag, _, text = word.partition("=")
+        if flag == _GRAPHS_FLAG and text.isdecimal() and int(text) > _MAX_GRAPH_SEQUENCES:
+            words[place] = f"{flag}={_MAX_GRAPH_SEQUENCES}"
+            yield (
+                f"{flag} {text}: {_MAX_GRAPH_SEQUENCES} is taken, the most there can be; larger "
+                f"batches run without a graph"
+            )
 
 
 def _backend_notices(line: Line) -> list[str]:

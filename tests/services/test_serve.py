@@ -14,6 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway.output.style import (
+    REASONING_SYNONYMS,
+    TOOL_SYNONYMS,
+    ReasoningParser,
+    ToolCallParser,
+)
 from services import serve
 from services.check import check
 from services.ranks import Ranks
@@ -177,8 +183,11 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
     ("flags", "problem"),
     [
         ("--algorithm=NGRAM,FOO", "it must be one of STANDALONE, NGRAM,"),
-        ("--algorithm=,", "--speculative-algorithm is ','; it must be one of"),
-        ("--target-port=65536", "--port is '65536'; it must be a whole number in [0, 65535]"),
+        ("--algorithm=,", "--algorithm is ','; it must be one of"),
+        (
+            "--target-port=65536",
+            "--target-port is '65536'; it must be a whole number in [0, 65535]",
+        ),
         ("--port=0", "a launcher needs to know the port"),
         ("--gateway-port=50052", "ports wanted twice: 50052; each service takes two in a row"),
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
@@ -196,12 +205,101 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--target h:1", "the target is started here"),
         ("stray", "unexpected argument 'stray'"),
         ("--mem-fraction 2 --max-queued-requests 0", "--max-queued-requests is '0'"),
-        ("--mem-fraction 2 --max-queued-requests 0", "--mem-fraction-static is '2'"),
+        ("--mem-fraction 2 --max-queued-requests 0", "--mem-fraction is '2'"),
         ("--certs nowhere", "--certs: nowhere has no ca.pem"),
+        ("--chat-template chatml", "--chat-template: the template is chat_template.jinja in the"),
+        ("--download-dir /models", "--download-dir: models are kept in the Hub's cache; the"),
+        ("--base-gpu-id 4", "--base-gpu-id: name the first GPU by --device cuda:N"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: fp8_e4m3 takes as little memory"),
+        ("--tool-call-parser step3", "'step3'; it must be one of auto, none, hermes, llama3, "),
+        ("--load-format gguf", "--load-format is 'gguf'; it must be one of auto, safetensors, pt"),
+        ("--max-model-len 99", "--max-model-len is vLLM's name; here it is --context-length"),
+        ("--max-num-seqs 9", "--max-num-seqs is vLLM's name; here it is --max-running-requests"),
+        ("--gpu-memory-utilization 0.9", "vLLM's name; here it is --mem-fraction-static, a share"),
+        ("--enable-prefix-caching", "--enable-prefix-caching: prefixes are always shared"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> None:
     assert problem in _problems(*flags.split())
+
+
+@pytest.mark.parametrize("flag", ["--enable-cash-report", "--no-such-flag", "--enable-cache"])
+def test_only_misspelt_flags_are_answered_with_another(flag: str) -> None:
+    [problem] = _problems(flag).splitlines()
+    is_misspelt = flag == "--enable-cash-report"
+    hint = "; did you mean --enable-cache-report?" if is_misspelt else ""
+    assert problem == f"unknown flag {flag}{hint}"
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        (
+            "--port 99999 --target-page-size 0 --draft-page-size 9999",
+            "--target-page-size, --draft-page-size, --port",
+        ),
+        ("--speculative-algorithm FOO --port 99999", "--speculative-algorithm, --port"),
+        ("--port abc --max-running-requests 0 --foo 1", "foo, --max-running-requests, --port"),
+        ("--tp 0 --model-alias=a --dtype int4 --log-level x", "--tp, --dtype, --log-level"),
+        ("--certs nowhere --dp 2 --cors-origin x", "--certs, --dp-size, --cors-origin"),
+    ],
+)
+def test_the_problems_of_all_services_are_reported_by_the_names_typed(
+    line: str, flags: str
+) -> None:
+    problems = sorted(_problems(*line.split()).splitlines())
+    assert len(problems) == len(flags.split(", "))
+    for flag in flags.split(", "):
+        assert sum(flag in problem.split(":")[0] for problem in problems) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m sglang.launch_server",
+        "/usr/bin/python3.12 -m sglang.launch_server",
+        "sglang serve",
+        "vllm serve",
+        "python3 -m vllm.entrypoints.openai.api_server",
+    ],
+)
+def test_the_command_of_a_pasted_line_is_left_out(command: str) -> None:
+    assert _plan(*command.split(), "--port", "9000").gateway.port == 9000
+    model = _plan("vllm", "serve", "shared/demo/target", "--port=9000").target.model_path
+    assert model == Path("shared/demo/target")
+    words = ("SGLANG_ENABLE_SPEC_V2=1", *command.split(), "--port", "0")
+    assert _problems(*words).startswith("unexpected argument 'SGLANG_ENABLE_SPEC_V2=1'")
+
+
+def test_the_largest_graph_is_capped_with_a_note() -> None:
+    plan = _plan("--cuda-graph-max-bs", "512")
+    assert plan.target.cuda_graph_max_bs == 256
+    [notice] = plan.notices
+    assert notice.startswith("--cuda-graph-max-bs 512: 256 is taken, the most there can be")
+    assert "--cuda-graph-max-bs is '0'" in _problems("--cuda-graph-max-bs", "0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "parser"),
+    [
+        ("tool-call-parser", "qwen25", "hermes"),
+        ("tool-call-parser", "qwen3_coder", "qwen3-coder"),
+        ("tool-call-parser", "deepseekv3", "deepseek"),
+        ("tool-call-parser", "gpt-oss", "harmony"),
+        ("tool-call-parser", "kimi_k2", "kimi-k2"),
+        ("reasoning-parser", "gpt-oss", "harmony"),
+        ("reasoning-parser", "deepseek-v3", "qwen3"),
+        ("reasoning-parser", "glm45", "qwen3"),
+    ],
+)
+def test_parsers_of_sglang_are_known(flag: str, name: str, parser: str) -> None:
+    gateway = _plan(f"--{flag}", name).gateway
+    assert getattr(gateway, flag.replace("-", "_")).value == parser
+
+
+def test_every_synonym_of_a_parser_is_one_of_ours() -> None:
+    assert set(TOOL_SYNONYMS.values()) <= {parser.value for parser in ToolCallParser}
+    assert set(REASONING_SYNONYMS.values()) <= {parser.value for parser in ReasoningParser}
 
 
 @pytest.mark.parametrize("flags", ["--ep 1 --dp-size 1", "--pp-size 1 --nnodes 1 --node-rank 0"])
@@ -341,6 +439,13 @@ def test_every_flag_of_every_service_can_be_said_to_serve() -> None:
         ("--cuda-graph-bs 1 2 4", "--cuda-graph-bs: the largest is"),
         ("--disable-cuda-graph-padding", "--disable-cuda-graph-padding: no effect"),
         ("--attention-backend fa3", "--attention-backend fa3: this backend is not here"),
+        ("--load-format auto", "--load-format: no effect"),
+        ("--log-requests", "--log-requests: no effect"),
+        ("--enable-mixed-chunk", "--enable-mixed-chunk: no effect"),
+        ("--enable-p2p-check", "--enable-p2p-check: no effect"),
+        ("--enable-cache-report", "--enable-cache-report: no effect"),
+        ("--enable-memory-saver", "--enable-memory-saver: no effect"),
+        ("--kv-cache-dtype bf16", ""),
         ("--algorithm EAGLE --enable-multi-layer-eagle", "--enable-multi-layer-eagle: "),
         ("--algorithm DFLASH --speculative-dflash-draft-window-size 128", ""),
         ("--sglang-speculative-algorithm NGRAM --sglang-mem-fraction-static 0.5", ""),
@@ -475,8 +580,8 @@ def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "problem"),
     [
-        ("--prot", "1", "--prot is not a setting; did you mean --port?"),
-        ("--nonsense", "1", "--nonsense is not a setting"),
+        ("--prot", "1", "unknown flag --prot; did you mean --port?"),
+        ("--nonsense", "1", "unknown flag --nonsense"),
         (
             *("--model", "/no/where"),
             "--model-path is /no/where: there is no such folder, and a model of the Hub is "
