@@ -88,7 +88,7 @@ def first_shard(settings: TargetSettings) -> Shard:
 
 # Bytes of one logit, which is kept in half precision and three times in single precision.
 _LOGIT_BYTES = 14
-_MOST_FULL_SEQUENCES = 16
+MOST_FULL_SEQUENCES = 16
 """A cache of default size holds at most so many times the running requests at full length. So a
 small model on a large GPU leaves memory for the features that a remote draft reads."""
 _MAX_ROUND_SHARE = 0.2
@@ -283,7 +283,7 @@ def _pool(
     # Rank 0 keeps the features for all ranks.
     token_bytes_elsewhere = num_ranks * feature_bytes
     free_bytes = free_memory_bytes(decoder.device)
-    most_tokens = _MOST_FULL_SEQUENCES * settings.max_running_requests * max_context
+    most_tokens = MOST_FULL_SEQUENCES * settings.max_running_requests * max_context
     num_pages = num_pages_for(
         layout,
         decoder.device,

@@ -30,6 +30,8 @@ from services.serve_settings import Placement
 from services.stack import Child, ChildSpec, Part
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.models.config import ModelConfig
+from shared.runtime.memory import in_words
 from shared.settings import load_settings
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
@@ -629,11 +631,11 @@ def test_check_counts_the_weights_that_would_be_read(tmp_path: Path) -> None:
     """Some repositories hold the same weights a second time, in another layout."""
     folder = write_byte_tokenizer(write_checkpoint(tmp_path / "model", "llama", TinyShape()))
     line = ("--model", str(folder), "--device", "cpu", "--algorithm", "NGRAM")
-    said = check(_plan(*line))
-    assert "MiB on disk" in said
+    size = in_words((folder / "model.safetensors").stat().st_size)
+    assert f"weights {size} on disk" in check(_plan(*line))
     weights = folder / "model.safetensors"
     shutil.copy(weights, folder / "consolidated.safetensors")
-    assert check(_plan(*line)) == said
+    assert f"weights {size} on disk" in check(_plan(*line))
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         check(_plan(*line))
@@ -642,7 +644,31 @@ def test_check_counts_the_weights_that_would_be_read(tmp_path: Path) -> None:
 def test_check_says_over_which_devices_a_target_is_spread() -> None:
     line = ("--device", "cpu", "--tp", "2", "--pp", "2", "--nnodes", "2")
     said = check(_plan(*line, "--dist-init-addr", "first:5000"))
-    assert "on 2 GPUs from cpu on of each of 2 hosts, port 50051" in said
+    assert "on cpu, 2 processes of each of 2 hosts, port 50051" in said
+    assert "memory of each process: about" in said
+
+
+def test_check_adds_up_the_memory_of_a_target(tmp_path: Path) -> None:
+    shape = TinyShape(max_position_embeddings=128)
+    folder = write_byte_tokenizer(write_checkpoint(tmp_path / "model", "llama", shape))
+    line = ("--model", str(folder), "--device", "cpu", "--max-total-tokens", "4096")
+    said = check(_plan(*line))
+    config = ModelConfig.from_folder(folder)
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    kv_bytes = (4096 + 16) * token_bytes
+    weight_bytes = (folder / "model.safetensors").stat().st_size
+    assert f"memory: about {in_words(weight_bytes + kv_bytes)} of " in said
+    assert said.index(f"weights {in_words(weight_bytes)}, KV of 4,096 tokens {in_words(kv_bytes)}")
+    with pytest.raises(SettingsError, match="max-total-tokens is 10,000,000,000, which takes"):
+        check(_plan(*line, "--max-total-tokens", "10000000000"))
+
+
+def test_check_says_where_drafts_run_and_what_chains_are_cut_to() -> None:
+    chain = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1")
+    said = check(_plan(*chain, "--speculative-num-draft-tokens", "64", "--device", "cpu"))
+    assert "on disk, on cpu, port 50061" in said
+    assert "6 tokens (64 asked; a chain of 5 has 6)" in said
+    assert "draft: NGRAM, no model, port 50061" in check(_plan("--algorithm", "NGRAM"))
 
 
 @pytest.mark.parametrize(
@@ -651,6 +677,7 @@ def test_check_says_over_which_devices_a_target_is_spread() -> None:
         (("--version",), "outrider "),
         (("--help",), "outrider serve MODEL_FLAGS"),
         (("serve", "--help"), "--speculative-num-draft-tokens"),
+        (("check", "--help"), "usage: outrider check LINE"),
         (("draft", "--help"), "--speculative-ngram-capacity"),
     ],
 )
