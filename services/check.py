@@ -23,8 +23,6 @@ from shared.kv.pool import KvLayout
 from shared.model_options import Dtype, Quantisation
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
-from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.scaled_weights import QUANTIZATION_CONFIG
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named
 from shared.runtime.memory import free_memory_bytes, in_words, num_pages_for
 from shared.settings import shown_settings
@@ -83,7 +81,8 @@ def _target_lines(
         f"  weights {in_words(_weight_bytes(target.model_path))} on disk, "
         f"{layout.token_size_bytes / 1024:g} KiB of KV a token{a_request}, context {context}"
     )
-    yield _memory_line(plan, layout, context, _loaded_bytes(plan, config, dtype), state, free)
+    weights = _loaded_bytes(plan, config, dtype, device.type)
+    yield _memory_line(plan, layout, context, weights, state, free)
     yield from _given(target)
 
 
@@ -174,15 +173,20 @@ def _check_memory(plan: Plan, device: torch.device, free: int) -> None:
         )
 
 
-def _loaded_bytes(plan: Plan, config: ModelConfig, dtype: torch.dtype) -> int:
+def _loaded_bytes(plan: Plan, config: ModelConfig, dtype: torch.dtype, device: str) -> int:
     """Returns the approximate size in memory of the weights of the target and of a draft in its
-    process. Matrices in 8 bits are taken to stay in 8 bits."""
+    process. Weights in 8 bits keep them on GPUs alone, unless --quantization says so.
+
+    Args:
+        device: the kind of device.
+    """
     target = plan.target
-    size = _weight_bytes(target.model_path)
-    is_8_bit = QUANTIZATION_CONFIG in ConfigFile.read(target.model_path / CONFIG_FILE)
-    if not is_8_bit:
-        size = size * dtype.itemsize // (config.dtype or dtype).itemsize
-        size //= 1 if target.quantization is Quantisation.UNQUANT else dtype.itemsize
+    checkpoint = Checkpoint.open(target.model_path)
+    is_packed = bool(checkpoint.packed or checkpoint.words)
+    stored = 1 if checkpoint.scales else (config.dtype or dtype).itemsize
+    is_kept = bool(checkpoint.scales) and not checkpoint.packed and device == "cuda"
+    is_8_bit = is_kept or target.quantization is not Quantisation.UNQUANT
+    size = checkpoint.size_bytes * (1 if is_8_bit else dtype.itemsize) * (1 + is_packed) // stored
     embedded = _draft_folders(plan) if plan.placement is Placement.EMBEDDED else []
     return size + sum(map(_weight_bytes, embedded))
 

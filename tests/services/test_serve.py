@@ -659,6 +659,9 @@ def test_check_adds_up_the_memory_of_a_target(tmp_path: Path) -> None:
     weight_bytes = (folder / "model.safetensors").stat().st_size
     assert f"memory: about {in_words(weight_bytes + kv_bytes)} of " in said
     assert said.index(f"weights {in_words(weight_bytes)}, KV of 4,096 tokens {in_words(kv_bytes)}")
+    rounded = check(_plan(*line, "--quantization", "int8"))
+    assert f"weights {in_words(weight_bytes // 4)}, KV" in rounded
+    assert "free: weights 76.35 MiB" in check(_plan("--device", "cpu")), "8 bits are widened"
     with pytest.raises(SettingsError, match="max-total-tokens is 10,000,000,000, which takes"):
         check(_plan(*line, "--max-total-tokens", "10000000000"))
 
