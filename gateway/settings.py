@@ -14,7 +14,12 @@ from gateway.api_keys import (
     keys_from_file,
     keys_from_texts,
 )
-from gateway.output.style import ReasoningParser, ToolCallParser
+from gateway.output.style import (
+    REASONING_SYNONYMS,
+    TOOL_SYNONYMS,
+    ReasoningParser,
+    ToolCallParser,
+)
 from shared.errors import SettingsError, raise_problems
 from shared.settings import DialingSettings, address_problems, setting, tls_problems
 from shared.text import MAX_PROMPT_CHARACTERS
@@ -62,10 +67,14 @@ class GatewaySettings(DialingSettings):
         is_model=True,
     )
     tool_call_parser: ToolCallParser = setting(
-        ToolCallParser.AUTO, "format of the model's tool calls; auto: detected from its template"
+        ToolCallParser.AUTO,
+        "format of the model's tool calls; auto: detected from its template",
+        synonyms=TOOL_SYNONYMS,
     )
     reasoning_parser: ReasoningParser = setting(
-        ReasoningParser.AUTO, "format of the model's reasoning; auto: detected from its template"
+        ReasoningParser.AUTO,
+        "format of the model's reasoning; auto: detected from its template",
+        synonyms=REASONING_SYNONYMS,
     )
     model_name: str | None = setting(
         None, "name that clients pass as `model`; the targets' when unset"

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import io
+import ssl
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO, cast
 
-from openai import APIConnectionError, APIStatusError, OpenAI
+from openai import APIConnectionError, APIStatusError, DefaultHttpxClient, OpenAI
+
+from shared.tls import CertFolder
 
 QUESTIONS = (
     "Write a travel guide for Paris.",
@@ -181,18 +185,41 @@ def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
     return "\n".join(lines)
 
 
+def _connected(base_url: str, api_key: str, certs: Path) -> tuple[OpenAI, str]:
+    """Returns a client of the gateway and the model's name. A gateway that does not answer HTTP is
+    asked by HTTPS.
+
+    Args:
+        certs: folder whose authority is trusted besides those of this machine, if it is there.
+    """
+    trusted, own = ssl.create_default_context(), CertFolder(certs)
+    if own.ca.is_file():
+        trusted.load_verify_locations(own.ca)
+    client = OpenAI(
+        base_url=base_url, api_key=api_key, http_client=DefaultHttpxClient(verify=trusted)
+    )
+    try:
+        return client, client.models.list().data[0].id
+    except APIConnectionError:
+        client.close()
+        if not base_url.startswith("http:"):
+            raise
+    return _connected(f"https{base_url.removeprefix('http')}", api_key, certs)
+
+
 def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     """Returns 0 when every pair of answers is the same, else 1."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
+    parser.add_argument("--certs", type=Path, default=Path(".certs"), help="of `make certs`")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     arguments = parser.parse_args(argv)
     try:
-        with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
-            model = client.models.list().data[0].id
+        client, model = _connected(arguments.base_url, arguments.api_key, arguments.certs)
+        with client:
             # The answers of the warm-up are not shown.
             warm_up = Demo(client, model, arguments.temperature, io.StringIO())
             warm_up.compare(arguments.questions[0], _WARM_UP_TOKENS)
@@ -200,7 +227,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
             pairs = [demo.compare(text, arguments.max_tokens) for text in arguments.questions]
             detail = demo.speculation_detail()
     except APIConnectionError:
-        out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")
+        out.write(
+            f"nothing answers at {arguments.base_url}, with or without the certificates of "
+            f"{arguments.certs}; run `make serve` first\n"
+        )
         return 1
     except APIStatusError as error:
         out.write(f"\nthe gateway answers {error.status_code}: {error.message}\n")

@@ -1,8 +1,8 @@
 """`outrider serve`: target, drafts and gateway as child processes, stopped together.
 
 Prints one line on stdout when requests are answered. SIGINT or SIGTERM stops gateway, draft and
-target in that order. A draft that dies is started again; without gateway or target the stack ends
-with exit code 1. Nothing here loads a model.
+target in that order, a second one all of them at once. A draft that dies is started again; without
+gateway or target the stack ends with exit code 1. Nothing here loads a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.serve_plan import LOOPBACK, Plan, PlannedDraft, dial_address
 from services.serve_settings import NO_DRAFT, Placement
 from services.stack import Child, ChildSpec, Part, Stack
 from shared.errors import raise_problems
-from shared.signals import stop_event
+from shared.signals import call_at_signals
 
 
 def serve(plan: Plan) -> int:
@@ -42,9 +42,26 @@ def serve(plan: Plan) -> int:
 
 
 async def _serve(plan: Plan) -> int:
-    stop = stop_event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():
+            at_once.set()
+            return
+        stop.set()
+        _to_stderr(
+            f"stopping; at most {grace_s(plan):g} s for requests to finish "
+            f"(Ctrl-C again stops at once)"
+        )
+
+    call_at_signals(end)
     stack = Stack(parts(plan), plan.launcher.timeouts, _to_stderr)
-    return await stack.run(stop, lambda: print(ready_line(plan), flush=True))
+    return await stack.run(stop, lambda: print(ready_line(plan), flush=True), at_once)
+
+
+def grace_s(plan: Plan) -> float:
+    """Returns the seconds that open requests get at a stop."""
+    return min(plan.gateway.drain_grace_s, plan.launcher.stop_grace_s)
 
 
 def parts(plan: Plan) -> tuple[Part, ...]:
@@ -105,8 +122,7 @@ def ready_line(plan: Plan) -> str:
     if plan.drafts:
         names = ", ".join(draft.algorithm for draft in plan.drafts)
         drafts = f"{names} ({plan.placement.value})"
-    model = plan.gateway.model_name or plan.target.served_model_name
-    model = model or ("demo" if plan.is_demo else plan.target.model_id)
+    model = plan.gateway.model_name or plan.target.model_id
     scheme = "http" if plan.gateway.http_tls is None else "https"
     url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
     return (

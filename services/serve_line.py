@@ -18,14 +18,15 @@ from services.serve_settings import (
     LauncherSettings,
     SglangSettings,
     refusal,
+    without_command,
     without_prefix,
 )
 from services.target.settings import TargetSettings
-from shared.settings import flag_words, not_a_setting
+from shared.settings import flag_words, unknown_name
 from shared.settings_field import Field, declared_fields
 from shared.settings_parser import FlagParser
 
-TARGET, DRAFT, GATEWAY = "target", "draft", "gateway"
+LAUNCHER, TARGET, DRAFT, GATEWAY = "serve", "target", "draft", "gateway"
 _ALL = (TARGET, DRAFT, GATEWAY)
 _FIELDS: Mapping[str, tuple[Field, ...]] = MappingProxyType(
     {
@@ -83,11 +84,15 @@ class Line:
     Attributes:
         own: flags of the launcher.
         services: flags of each service.
+        typed: the names under which the flags of each service were typed.
         problems: a line for each flag that has no owner.
     """
 
     own: list[str] = field(default_factory=list)
     services: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _ALL})
+    typed: dict[str, dict[str, str]] = field(
+        default_factory=lambda: {name: {} for name in (LAUNCHER, *_ALL)}
+    )
     problems: list[str] = field(default_factory=list)
 
 
@@ -97,11 +102,11 @@ def split_line(arguments: Sequence[str]) -> Line:
     Raises:
         SettingsError: the file cannot be read, or holds something other than flags.
     """
-    given = _parser().read(without_prefix(arguments))
+    given = _parser().read(without_prefix(without_command(arguments)))
     line = Line()
     line.problems.extend(f"unexpected argument {text!r}" for text in given.strays)
     for flag, texts in (given.flags | given.unknown).items():
-        _assign(flag, texts, line)
+        _assign(flag, texts, given.typed.get(flag, flag), line)
     return line
 
 
@@ -115,22 +120,27 @@ def all_fields() -> Mapping[str, tuple[Field, ...]]:
     return {"": _LAUNCHER_FIELDS, **_FIELDS}
 
 
-def _assign(flag: str, texts: Sequence[str], line: Line) -> None:
+def _assign(flag: str, texts: Sequence[str], typed: str, line: Line) -> None:
+    """Args:
+    typed: the name under which the flag was typed.
+    """
+    if reason := refusal(flag, texts):
+        line.problems.append(reason)
+        return
     if flag in _MODEL_NAME_FLAGS:
         texts = _first_name(texts, line)
     if flag in {field.flag for field in _LAUNCHER_FIELDS}:
         line.own.extend(flag_words({flag: texts}))
+        line.typed[LAUNCHER][flag] = typed
         return
-    owners = _owners(flag)
-    for service in owners:
-        name = _RENAMED.get((service, flag), flag)
-        line.services[service].extend(flag_words({name: texts}))
-    if owners:
-        return
+    owned = [(service, _RENAMED.get((service, flag), flag)) for service in _owners(flag)]
     service, _, rest = flag.removeprefix("--").partition("-")
-    if service in _FIELDS and f"--{rest}" in {field.flag for field in _FIELDS[service]}:
-        line.services[service].extend(flag_words({f"--{rest}": texts}))
-    else:
+    if not owned and f"--{rest}" in {field.flag for field in _FIELDS.get(service, ())}:
+        owned = [(service, f"--{rest}")]
+    for service, name in owned:
+        line.services[service].extend(flag_words({name: texts}))
+        line.typed[service][name] = typed
+    if not owned:
         line.problems.append(_problem(flag))
 
 
@@ -156,8 +166,8 @@ def _problem(flag: str) -> str:
             "--target: the target is started here; for one that runs, use `outrider gateway "
             "--target` and `outrider draft --target`"
         )
-    known_flags = [field.flag for fields in all_fields().values() for field in fields]
-    return refusal(flag) or not_a_setting(flag, known_flags)
+    fields = [field for fields in all_fields().values() for field in fields]
+    return unknown_name(flag, [name for field in fields for name in field.names])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.settings import GatewaySettings
 from services.draft.algorithm import Algorithm
@@ -16,7 +16,7 @@ from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, checked_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
-from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
+from services.serve_line import DRAFT, GATEWAY, LAUNCHER, TARGET, Line, split_line
 from services.serve_settings import (
     NO_DRAFT,
     LauncherSettings,
@@ -29,16 +29,16 @@ from services.target.settings import DEMO_MODEL, TargetSettings, with_local_mode
 from shared.errors import OutriderError, SettingsError, raise_problems
 from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
-from shared.settings import load_settings
+from shared.settings import load_settings, value_problems
 from shared.settings_field import declared_fields
 from shared.tls import CertFolder
 
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
 LOOPBACK = "127.0.0.1"
-_DEMO_NAME = "demo"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 _MAX_GRAPH_SEQUENCES = 256
+_GRAPHS_FLAG = "--cuda-graph-max-bs"
 _WAIT_FLAG = "--candidate-wait-sequences"
 _DEMO_SHAPE = MappingProxyType(
     {
@@ -113,26 +113,24 @@ class Plan:
     notices: tuple[str, ...]
 
     @property
-    def is_demo(self) -> bool:
-        return _is_demo(self.target)
-
-    @property
     def remote_drafts(self) -> tuple[PlannedDraft, ...]:
         return self.drafts if self.placement is Placement.REMOTE else ()
 
     @property
     def ports(self) -> list[tuple[int, str]]:
         """Every port of the stack, with the flag that moves it. Each service has two in a row."""
-        services: list[tuple[Any, str]] = [
-            (self.gateway, "--port"),
-            (self.target, "--target-port"),
-            *((draft.settings, "--draft-port") for draft in self.remote_drafts),
+        measured: list[tuple[TargetSettings | DraftSettings, str]] = [
+            (self.target, "--target"),
+            *((draft.settings, "--draft") for draft in self.remote_drafts),
         ]
-        return [
-            (port, flag)
-            for settings, flag in services
-            for port in (settings.port, settings.admin_port)
-        ]
+        ports = [(self.gateway.port, "--port"), (self.gateway.admin_port, "--port")]
+        for settings, service in measured:
+            flag = f"{service}-port"
+            ports += [(settings.port, flag), (settings.admin_port, flag)]
+        metrics = (
+            (settings.metrics_port, f"{service}-metrics-port") for settings, service in measured
+        )
+        return [*ports, *((port, flag) for port, flag in metrics if port)]
 
 
 def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
@@ -167,14 +165,20 @@ class _PlanBuilder:
         """Raises:
         SettingsError: see `make_plan`.
         """
-        self.launcher = self._required(self._load(LauncherSettings, "serve", self.line.own))
-        self.notices += [*notices(self.launcher), *variable_notices(self.env)]
-        self.notices += _backend_notices(self.line)
-        _add_certs(self.launcher, self.line)
         words = self.line.services[TARGET]
-        if sizes := self.launcher.cuda_graph_bs:
-            words.insert(0, f"--cuda-graph-max-bs={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
-        self.target = self._required(self._load(TargetSettings, TARGET, words))
+        self.notices += _cap_graphs(words)
+        self._check_values()
+        launcher = self._load(LauncherSettings, LAUNCHER, self.line.own)
+        if launcher is not None:
+            self.launcher = launcher
+            self.notices += [*notices(launcher), *variable_notices(self.env)]
+            self.notices += _backend_notices(self.line)
+            _add_certs(launcher, self.line)
+            if sizes := launcher.cuda_graph_bs:
+                words.insert(0, f"{_GRAPHS_FLAG}={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
+        target = self._load(TargetSettings, TARGET, words)
+        self._load(GatewaySettings, GATEWAY, self.line.services[GATEWAY])
+        self.target = self._required(target)
         self._raise_problems()
         if _is_demo(self.target) and not any(DEMO_MODEL.glob("*.safetensors")):
             raise SettingsError(
@@ -192,6 +196,24 @@ class _PlanBuilder:
             words.append(f"{_WAIT_FLAG}=1")
             self.target = replace(self.target, candidate_wait_sequences=1)
         return self._with_drafts()
+
+    def _check_values(self) -> None:
+        """Raises: SettingsError if a value of any process is invalid, before a model is fetched."""
+        kinds: tuple[tuple[type, str], ...] = (
+            (LauncherSettings, LAUNCHER),
+            (TargetSettings, TARGET),
+            (DraftSettings, DRAFT),
+            (GatewaySettings, GATEWAY),
+        )
+        for cls, service in kinds:
+            self.problems += value_problems(
+                cls,
+                service=service,
+                arguments=self.line.services.get(service, self.line.own),
+                env=self.env,
+                typed=self.line.typed[service],
+            )
+        self._raise_problems()
 
     def _read(self, settings: Callable[[], S]) -> S | None:
         """Returns the result of `settings`; if it raises, adds its problems and returns None."""
@@ -331,8 +353,12 @@ class _PlanBuilder:
         if chosen is None:
             return None
         if place:
-            words += [f"--port={chosen.port + 2 * place}"]
-            words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
+            # Metrics are often on the port after the two that each draft has.
+            shift = place * (3 if chosen.metrics_port else 2)
+            words += [f"--port={chosen.port + shift}"]
+            words += [f"--maintenance-port={chosen.port + shift + 1}"]
+            if chosen.metrics_port:
+                words += [f"--metrics-port={chosen.metrics_port + shift}"]
         settings = self._read(
             lambda: with_target_tokenizer(
                 checked_models(
@@ -379,8 +405,6 @@ class _PlanBuilder:
     def _target_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
         target = self.target
         words = [*_with_local_models(target, self.line.services[TARGET])]
-        if _is_demo(target) and target.served_model_name is None:
-            words.append(f"--served-model-name={_DEMO_NAME}")
         if self.placement is Placement.EMBEDDED:
             for draft in drafts:
                 words += ["--draft=embedded", *draft.arguments]
@@ -476,6 +500,19 @@ def _add_certs(launcher: LauncherSettings, line: Line) -> None:
         line.services[service][:0] = [*server_flags, *client_flags]
 
 
+def _cap_graphs(words: list[str]) -> Iterator[str]:
+    """Lowers the number of sequences of the largest CUDA graph to the most that there can be, with
+    a notice."""
+    for place, word in enumerate(words):
+        flag, _, text = word.partition("=")
+        if flag == _GRAPHS_FLAG and text.isdecimal() and int(text) > _MAX_GRAPH_SEQUENCES:
+            words[place] = f"{flag}={_MAX_GRAPH_SEQUENCES}"
+            yield (
+                f"{flag} {text}: {_MAX_GRAPH_SEQUENCES} is taken, the most there can be; larger "
+                f"batches run without a graph"
+            )
+
+
 def _backend_notices(line: Line) -> list[str]:
     words = [word for words in line.services.values() for word in words]
     given = [word.partition("=") for word in words]
@@ -492,12 +529,13 @@ def _port_problems(plan: Plan) -> Iterator[str]:
     for port, flag in plan.ports:
         if port == 0:
             yield f"{flag}: a launcher needs to know the port; 0 is none"
-    ports = [port for port, _ in plan.ports]
-    twice = sorted(port for port, count in Counter(ports).items() if count > 1 and port)
+    counts = Counter(port for port, _ in plan.ports)
+    twice = sorted(port for port, count in counts.items() if count > 1 and port)
     if twice:
+        flags = dict.fromkeys(flag for port, flag in plan.ports if port in twice)
         yield (
-            f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, "
-            f"from {', '.join(map(str, ports[::2]))}: set --port, --target-port or --draft-port"
+            f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row: "
+            f"set {' or '.join(flags)}"
         )
 
 

@@ -7,6 +7,7 @@ closest alternative."""
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,17 @@ from types import MappingProxyType
 from services.draft.algorithm import Algorithm
 from services.stack import StackTimeouts
 from shared.errors import raise_problems
+from shared.model_options import LoadFormat
 from shared.settings import setting
 from shared.settings_field import declared_fields
 
 _PREFIX = "--sglang-"
 _TRUE = ("1", "true", "yes", "y", "on")
+_COMMAND = re.compile(
+    r"(?:\S*/)?(?:python[\d.]* -m (?:sglang\.launch_server|vllm\.entrypoints\.openai\.api_server)"
+    r"|(?:sglang|vllm) serve)(?= |$)"
+)
+_VARIABLE = re.compile(r"[A-Z_]+=")
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -27,8 +34,49 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "--lora-paths": "adapters are not supported; merge them into the checkpoint",
         "--json-model-override-args": "edit config.json in a copy of the folder, and serve that",
         "--is-embedding": "only text generation is served",
+        "--chat-template": (
+            "the template is chat_template.jinja in the folder of --tokenizer-path; serve a copy "
+            "of that folder with yours"
+        ),
+        "--download-dir": "models are kept in the Hub's cache; the variable HF_HUB_CACHE names it",
+        "--base-gpu-id": "name the first GPU by --device cuda:N",
+        "--kv-cache-dtype fp8_e5m2": "fp8_e4m3 takes as little memory and is more exact",
+        # vLLM's flags for what is always so here.
+        "--enable-prefix-caching": "prefixes are always shared; leave the flag out",
+        "--enable-chunked-prefill": "prompts are always cut; --chunked-prefill-size says how long",
+        "--enable-auto-tool-choice": "tools are always read, see --tool-call-parser; leave it out",
+        "--disable-log-requests": "texts of requests are never logged; leave the flag out",
+        "--speculative-config": (
+            "name its parts: --speculative-algorithm, --speculative-draft-model-path, "
+            "--speculative-num-steps, --speculative-eagle-topk, --speculative-num-draft-tokens"
+        ),
     }
 )
+"""Why a flag of SGLang or vLLM, or one value of it, is refused, and what to do."""
+
+_NAMES_OF_VLLM: Mapping[str, str] = MappingProxyType(
+    {
+        "--max-model-len": "--context-length",
+        "--gpu-memory-utilization": "--mem-fraction-static, a share of the memory that is free",
+        "--max-num-seqs": "--max-running-requests",
+        "--max-num-batched-tokens": "--chunked-prefill-size",
+        "--block-size": "--page-size",
+        "--enforce-eager": "--disable-cuda-graph",
+        "--max-cudagraph-capture-size": "--cuda-graph-max-bs",
+        "--max-seq-len-to-capture": "--cuda-graph-max-bs",
+        "--no-enable-prefix-caching": "--disable-radix-cache",
+        "--enable-expert-parallel": "--ep-size, the number of --tp-size",
+        "--async-scheduling": "the default; --disable-overlap-schedule turns it off",
+        "--seed": "--random-seed, which has no effect",
+        "--ssl-certfile": "--tls-cert",
+        "--ssl-keyfile": "--tls-key",
+        "--ssl-ca-certs": "--http-client-ca",
+        "--allowed-origins": "--cors-origin",
+        "--master-addr": "--dist-init-addr HOST:PORT",
+        "--master-port": "--dist-init-addr HOST:PORT",
+    }
+)
+
 NO_DRAFT = "NONE"
 
 
@@ -96,6 +144,22 @@ class SglangSettings:
     )
     sampling_backend: str | None = setting(None, "no effect: sampling has one implementation")
     grammar_backend: str | None = setting(None, "no effect: grammars are compiled by llguidance")
+    load_format: LoadFormat | None = setting(
+        None, "no effect: weights are safetensors, or pytorch_model.bin where there are none"
+    )
+    log_requests: bool = setting(
+        False, "no effect: the end of each request is logged, its texts never are"
+    )
+    enable_mixed_chunk: bool = setting(
+        False, "no effect: chunks of prompts and decoding always share steps"
+    )
+    enable_p2p_check: bool = setting(
+        False, "no effect: whether GPUs reach each other's memory is always checked"
+    )
+    enable_cache_report: bool = setting(False, "no effect: `usage` always has `cached_tokens`")
+    enable_memory_saver: bool = setting(
+        False, "no effect: memory can be released on one GPU with --disable-cuda-graph"
+    )
 
 
 def without_prefix(arguments: Sequence[str]) -> list[str]:
@@ -106,9 +170,29 @@ def without_prefix(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def refusal(flag: str) -> str | None:
-    """Returns why a flag of SGLang is refused and the closest alternative; None for other flags."""
-    return f"{flag}: {_REFUSED[flag]}" if flag in _REFUSED else None
+def without_command(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments without the command of another server, if a whole line was pasted:
+    `python -m sglang.launch_server`, `sglang serve`, `vllm serve MODEL`."""
+    begin = next((i for i, word in enumerate(arguments) if not _VARIABLE.match(word)), 0)
+    variables, words = arguments[:begin], arguments[begin:]
+    command = _COMMAND.match(" ".join(words))
+    if command is None:
+        return list(arguments)
+    rest = words[len(command[0].split()) :]
+    if rest and not rest[0].startswith("-"):
+        rest = ["--model-path", *rest]
+    return [*variables, *rest]
+
+
+def refusal(flag: str, texts: Sequence[str]) -> str | None:
+    """Returns why a flag of another server, or its value, is refused, and the closest alternative;
+    None for other flags."""
+    if flag in _NAMES_OF_VLLM:
+        return f"{flag} is vLLM's name; here it is {_NAMES_OF_VLLM[flag]}"
+    for name in (flag, " ".join((flag, *texts))):
+        if name in _REFUSED:
+            return f"{name}: {_REFUSED[name]}"
+    return None
 
 
 def notices(settings: SglangSettings) -> list[str]:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.errors import MISFIT_EXIT_CODE
+
 _POLL_INTERVAL_S = 0.1
 _TAIL_LINES = 20
+_MOMENT_S = 1.0
+"""Between SIGTERM and SIGKILL for parts that must stop at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ class Part:
         is_ready: polled until it returns true.
         is_expendable: without it serving is only slower; if it dies, it is started again instead of
             ending the stack.
-        hint: advice for the user, reported if the process ends before every part is ready.
+        hint: advice for the user, reported if the process ends before every part is ready because
+            its models do not fit.
         is_back: replaces `is_ready` after a restart; None is `is_ready`.
     """
 
@@ -155,8 +160,14 @@ class Stack:
         self._report = report
         self._all_ready = False
 
-    async def run(self, stop: asyncio.Event, announce: Callable[[], None]) -> int:
-        """Serves until `stop` is set (returns 0) or a part dies for good (returns 1)."""
+    async def run(
+        self, stop: asyncio.Event, announce: Callable[[], None], at_once: asyncio.Event
+    ) -> int:
+        """Serves until `stop` is set (returns 0) or a part dies for good (returns 1).
+
+        Args:
+            at_once: ends all parts that are left, without an order or a grace.
+        """
         try:
             for part in self._parts:
                 await part.child.start()
@@ -167,7 +178,8 @@ class Stack:
             self._report(str(error))
             return 1
         finally:
-            await self._stop_parts()
+            await _first_of(self._stop_in_order(), at_once.wait())
+            await asyncio.gather(*(part.child.stop(_MOMENT_S) for part in self._parts))
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -200,7 +212,8 @@ class Stack:
                     returning.cancel()
             ended = f"{part.child.spec.name} ended with exit code {exit_code}"
             if not (part.is_expendable and self._all_ready):
-                hint = "" if part.hint is None else f"\n{part.hint}"
+                has_hint = part.hint is not None and exit_code == MISFIT_EXIT_CODE
+                hint = f"\n{part.hint}" if has_hint else ""
                 raise PartDied(f"{ended}\n{_excerpt(part.child)}{hint}")
             if time.monotonic() - started > self._timeouts.healthy_s:
                 backoff_s = self._timeouts.first_backoff_s
@@ -216,7 +229,7 @@ class Stack:
             await asyncio.sleep(_POLL_INTERVAL_S)
         self._report(f"{part.child.spec.name} is back")
 
-    async def _stop_parts(self) -> None:
+    async def _stop_in_order(self) -> None:
         for part in reversed(self._parts):
             if not await part.child.stop(self._timeouts.stop_s):
                 name, grace_s = part.child.spec.name, self._timeouts.stop_s

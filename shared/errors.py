@@ -20,9 +20,10 @@ Our own bugs are `assert`s, not errors of this tree.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import NoReturn, Self
 
 
 class StatusCode(enum.IntEnum):
@@ -228,6 +229,19 @@ class CheckpointError(OutriderError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="CHECKPOINT_INVALID")
+
+
+MISFIT_EXIT_CODE = 3
+"""Exit code of a process whose models cannot be read, or do not fit together."""
+
+
+def end_process(program: str, error: OutriderError) -> NoReturn:
+    """Ends this process with the error on stderr."""
+    line = f"{program}: {error.message}"
+    if error.code is not StatusCode.FAILED_PRECONDITION:
+        sys.exit(line)
+    print(line, file=sys.stderr)
+    sys.exit(MISFIT_EXIT_CODE)
 
 
 def error_class(code: int) -> type[OutriderError]:

@@ -19,8 +19,9 @@ from shared.settings_field import declared_fields
 
 S = TypeVar("S")
 
+_DEMO = Path(__file__).parent / "demo"
 BUILT_IN: Mapping[str, Path] = MappingProxyType(
-    {"demo-moe": Path(__file__).parent / "demo" / "demo-moe"}
+    {"demo": _DEMO / "target", "demo-moe": _DEMO / "demo-moe"}
 )
 """Models of this repository, which have a name instead of a path."""
 
@@ -84,9 +85,12 @@ def with_local_models(settings: S, revisions: Mapping[str, str] = MappingProxyTy
 
 
 def shown_name(folder: Path) -> str:
-    """Returns the displayed name of a model: its id if it is in the Hub's cache, else its folder's
-    name."""
+    """Returns the displayed name of a model: its id if it is in the Hub's cache, its own if it is
+    built in, else its folder's name."""
     resolved = folder.resolve()
+    for name, built_in in BUILT_IN.items():
+        if resolved == built_in.resolve():
+            return name
     if _is_snapshot(resolved):
         return resolved.parent.parent.name.removeprefix(_CACHED_PREFIX).replace("--", "/")
     return resolved.name

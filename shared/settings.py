@@ -14,13 +14,13 @@ All invalid settings are reported at once, by name, with the values that are val
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared.errors import SettingsError, raise_problems
@@ -36,10 +36,11 @@ __all__ = [
     "ProcessSettings",
     "flag_words",
     "load_settings",
-    "not_a_setting",
     "setting",
     "shown_settings",
     "split_arguments",
+    "unknown_name",
+    "value_problems",
 ]
 
 ENV_PREFIX = "OUTRIDER_"
@@ -84,24 +85,54 @@ def load_settings(
     Raises:
         SettingsError: one line for each problem.
     """
-    kind: type = cls
-    fields, parser = declared_fields(kind), _parser(kind, service)
+    values, problems = _values(cls, service, arguments, env, {})
+    raise_problems(problems)
+    return cls(**values)
+
+
+def value_problems(
+    cls: type,
+    *,
+    service: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    typed: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Returns a line for each problem that `load_settings` finds before settings are made, which is
+    all that can be said without settings of others.
+
+    Args:
+        typed: the name under which a flag was typed, where that is not the one in `arguments`.
+    """
+    return _values(cls, service, arguments, env, typed)[1]
+
+
+def _values(
+    cls: type,
+    service: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    typed: Mapping[str, str],
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the values by name of the field, and a line for each problem."""
+    fields, parser = declared_fields(cls), _parser(cls, service)
     sources = _variables(fields, service, env)
     variables = {_variable(service, flag): env[name] for flag, name in sources.items()}
     from_env = parser.read((), variables).flags
     given = parser.read(arguments)
+    names = given.typed | dict(typed)
     problems = [f"unexpected argument {text!r}" for text in given.strays]
-    problems += [not_a_setting(flag, (field.flag for field in fields)) for flag in given.unknown]
+    known = [name for field in fields for name in field.names]
+    problems += [unknown_name(flag, known) for flag in given.unknown]
     problems += _unknown_variables(fields, service, env)
     values = _parsed(fields, from_env, sources, problems)
-    values |= _parsed(fields, given.flags, {flag: flag for flag in given.flags}, problems)
+    values |= _parsed(fields, given.flags, {f: names.get(f, f) for f in given.flags}, problems)
     problems += [
         f"{field.flag} is required: {field.help}"
         for field in fields
         if field.is_required and field.flag not in from_env | given.flags
     ]
-    raise_problems(problems)
-    return cls(**values)
+    return values, problems
 
 
 def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -132,10 +163,35 @@ def shown_settings(settings: object) -> dict[str, str]:
     }
 
 
-def not_a_setting(name: str, known: Iterable[str]) -> str:
-    """Returns the message for an unknown flag or variable, with the closest known name."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
+def unknown_name(name: str, known: Iterable[str], prefix: str = "--") -> str:
+    """Returns the message for an unknown flag or variable, with the known name that it misspells,
+    if there is one.
+
+    Args:
+        prefix: the beginning that all of the names have.
+    """
+    kind = "flag" if name.startswith("--") else "variable"
+    edits = {other: _num_edits(name, other) for other in known}
+    closest = min(edits, key=edits.__getitem__, default=name)
+    most = max(1, len(name.removeprefix(prefix)) // 5)
+    hint = f"; did you mean {closest}?" if edits.get(closest, most + 1) <= most else ""
+    return f"unknown {kind} {name}{hint}"
+
+
+def _num_edits(one: str, other: str) -> int:
+    """Returns in how many edits a text becomes another: a character added, left out or replaced, or
+    two neighbours swapped."""
+    earlier: list[int] = []
+    above = list(range(len(other) + 1))
+    for i, character in enumerate(one):
+        row = [i + 1]
+        for j, wanted in enumerate(other):
+            edits = min(above[j + 1] + 1, row[j] + 1, above[j] + (character != wanted))
+            if i and j and (character, one[i - 1]) == (other[j - 1], wanted):
+                edits = min(edits, earlier[j - 1] + 1)
+            row.append(edits)
+        earlier, above = above, row
+    return above[-1]
 
 
 @functools.cache
@@ -170,7 +226,7 @@ def _unknown_variables(fields: Sequence[Field], service: str, env: Mapping[str, 
     known = [_variable(service, field.flag) for field in fields]
     prefix = _variable(service, "")
     names = sorted(name for name in env if name.startswith(prefix) and name not in known)
-    return [not_a_setting(name, known) for name in names]
+    return [unknown_name(name, known, prefix) for name in names]
 
 
 def _parsed(

@@ -25,11 +25,13 @@ class Given:
 
     Attributes:
         flags: texts of each declared flag by its first name; empty for a flag without a value.
+        typed: the name under which a declared flag was typed.
         unknown: texts of each flag that is not declared.
         strays: words that belong to no flag.
     """
 
     flags: dict[str, list[str]] = field(default_factory=dict)
+    typed: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, list[str]] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
 
@@ -50,6 +52,7 @@ class FlagParser:
             formatter_class=_HelpFormatter,
         )
         self._parser.error = _raise
+        self._flags: dict[str, str] = {}
         self._parser.add_argument(
             _CONFIG, is_config_file=True, metavar="FILE", help="YAML file of flags by name"
         )
@@ -68,6 +71,7 @@ class FlagParser:
         if title:
             groups = {group.title: group for group in self._parser._action_groups}
             parser = groups.get(title) or self._parser.add_argument_group(title)
+        self._flags |= dict.fromkeys(field.names, field.flag)
         options: dict[str, Any] = {"dest": field.flag, "default": argparse.SUPPRESS}
         text = field.full_help.replace("%", "%%") if is_listed else argparse.SUPPRESS
         parser.add_argument(
@@ -99,6 +103,8 @@ class FlagParser:
         parsed, rest = self._parser.parse_known_args(list(arguments), env_vars=env or {})
         texts = {flag: value for flag, value in vars(parsed).items() if flag.startswith("--")}
         given = Given({flag: _texts(value) for flag, value in texts.items()})
+        names = [word.partition("=")[0] for word in arguments]
+        given.typed.update({self._flags[name]: name for name in names if name in self._flags})
         flag = None
         for word in rest:
             if word.startswith("--"):

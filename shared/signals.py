@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from typing import NoReturn
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -32,8 +33,13 @@ def stop_event() -> asyncio.Event:
 
 def stop_at_signals(stop: asyncio.Event) -> None:
     """Sets the event at SIGINT or SIGTERM from now on."""
+    call_at_signals(stop.set)
+
+
+def call_at_signals(function: Callable[[], None]) -> None:
+    """Has the event loop call the function at each SIGINT or SIGTERM from now on."""
     for number in _NUMBERS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, function)
 
 
 def _end(number: int, frame: object) -> NoReturn:  # noqa: ARG001 - the interpreter gives it

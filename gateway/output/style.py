@@ -6,7 +6,9 @@ from __future__ import annotations
 import enum
 import secrets
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import orjson
 
@@ -72,6 +74,34 @@ class ReasoningParser(enum.Enum):
         """The tags around reasoning; `<think>` unless the family has its own."""
         special = {"kimi": KIMI_THINK, "mistral": MISTRAL_THINK, "seed-oss": SEED_THINK}
         return special.get(self.value, THINK)
+
+
+TOOL_SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+        "qwen3_coder": "qwen3-coder",
+        **dict.fromkeys(("deepseekv3", "deepseek_v3"), "deepseek"),
+        **dict.fromkeys(("deepseekv31", "deepseek_v31"), "deepseek-v3.1"),
+        **dict.fromkeys(("gpt-oss", "openai"), "harmony"),
+        "kimi_k2": "kimi-k2",
+        "glm": "glm45",
+        "llama3_json": "llama3",
+        "llama4_pythonic": "pythonic",
+        "minimax_m2": "minimax-m2",
+        "seed_oss": "seed-oss",
+    }
+)
+"""Our names of formats of calls, by SGLang's and vLLM's."""
+
+REASONING_SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("deepseek-v3", "deepseek_v3", "glm45", "minimax"), "qwen3"),
+        **dict.fromkeys(("qwen3-thinking", "deepseek_r1"), "deepseek-r1"),
+        **dict.fromkeys(("gpt-oss", "openai_gptoss"), "harmony"),
+        "seed_oss": "seed-oss",
+    }
+)
+"""Our names of formats of reasoning, by SGLang's and vLLM's."""
 
 
 def _tool_parser(source: str) -> ToolCallParser:

@@ -38,6 +38,12 @@ _EXTRAS = MappingProxyType(
     }
 )
 _HELP = frozenset(("--help", "-h"))
+_CHECK_HELP = """usage: outrider check LINE
+
+Says what `outrider serve LINE` would start, where and with how much memory, and what is wrong with
+the line. It reads the models' configurations, starts nothing and fetches nothing.
+
+LINE is a launch line of `outrider serve`, whose `--help` lists the flags, or of SGLang."""
 _CHECKOUT_COMMANDS = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
 
 
@@ -91,11 +97,10 @@ def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
-    from services.serve_line import help_text
     from services.serve_plan import make_plan, num_gpus
 
     if _HELP.intersection(arguments):
-        print(help_text())
+        print(_CHECK_HELP)
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: fetch nothing
     plan = make_plan(arguments, env, num_gpus(env))

@@ -20,7 +20,7 @@ from services.draft.drafter_factory import build_drafter, worker_identity
 from services.draft.metrics import DraftRecorder
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings, read_settings
-from shared.errors import OutriderError
+from shared.errors import OutriderError, end_process
 from shared.signals import end_at_signals, stop_at_signals
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
@@ -51,7 +51,7 @@ def main() -> None:
         collect_from_here()
         uvloop.run(_serve(settings))
     except OutriderError as error:
-        sys.exit(f"outrider-draft: {error.message}")
+        end_process("outrider-draft", error)
 
 
 async def _serve(settings: DraftSettings) -> None:

@@ -137,7 +137,11 @@ class DraftProcess:
         await self._lifecycle.activate()
         engine.prepare_when_idle()
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]
-        log.info("serving on port %d, shape %s", self.port, engine.shape)
+        shape = engine.shape
+        log.info(
+            "serving on port %d, trees of %d,%d,%d (steps,topk,rows)",
+            *(self.port, shape.num_steps, shape.topk, shape.num_draft_tokens),
+        )
 
     def _table_reload(self, drafter: Drafter, engine: DraftEngine) -> ReloadTables | None:
         """Returns the function that reads borrowed tables again; None where none is borrowed."""

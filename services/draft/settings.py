@@ -91,7 +91,7 @@ class DraftSettings(DialingSettings):
     )
     speculative_attention_mode: AttentionMode = setting(
         AttentionMode.PREFILL,
-        "no effect, accepted for SGLang: one kernel serves prefill, decode and trees",
+        "no effect: one kernel serves prefill, decode and trees",
     )
     speculative_draft_attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO,

@@ -26,7 +26,7 @@ from services.target.metrics import TargetMetrics, WantedMetrics, answer, engine
 from services.target.process import TargetProcess
 from services.target.settings import DraftNeeds, DraftPlacement, TargetSettings, with_local_model
 from services.target.tensor_parallel import run_followers, start_followers
-from shared.errors import OutriderError
+from shared.errors import OutriderError, end_process
 from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
 from shared.signals import end_at_signals, stop_at_signals
@@ -60,7 +60,7 @@ def main() -> None:
         else:
             uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
-        sys.exit(f"outrider-target: {error.message}")
+        end_process("outrider-target", error)
 
 
 def tune_torch() -> None:

@@ -88,7 +88,7 @@ def first_shard(settings: TargetSettings) -> Shard:
 
 # Bytes of one logit, which is kept in half precision and three times in single precision.
 _LOGIT_BYTES = 14
-_MOST_FULL_SEQUENCES = 16
+MOST_FULL_SEQUENCES = 16
 """A cache of default size holds at most so many times the running requests at full length. So a
 small model on a large GPU leaves memory for the features that a remote draft reads."""
 _MAX_ROUND_SHARE = 0.2
@@ -167,9 +167,11 @@ def build_runner(
         pool, cache = _pool(settings, decoder, max_context, reserved_bytes, feature_bytes)
         phase.size_bytes = pool.storage.nbytes
     _warn_of_batch_variant_products(settings, decoder)
+    saved_bytes = num_saved_bytes(decoder)
     logger.info(
-        "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
-        settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
+        "%s in %s on %s%s; keys and values in %s",
+        settings.model_id, dtype, device,
+        f", 8-bit layers save {in_words(saved_bytes)}" if saved_bytes else "", pool.layout.dtype,
     )  # fmt: skip
     graphs = None
     if limits is not None:
@@ -281,7 +283,7 @@ def _pool(
     # Rank 0 keeps the features for all ranks.
     token_bytes_elsewhere = num_ranks * feature_bytes
     free_bytes = free_memory_bytes(decoder.device)
-    most_tokens = _MOST_FULL_SEQUENCES * settings.max_running_requests * max_context
+    most_tokens = MOST_FULL_SEQUENCES * settings.max_running_requests * max_context
     num_pages = num_pages_for(
         layout,
         decoder.device,

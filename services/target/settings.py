@@ -142,7 +142,9 @@ class TargetSettings(ServiceSettings):
         None, "word that hosts prove to each other that they know", is_secret=True
     )
     kv_cache_dtype: KvDtype = setting(
-        KvDtype.AUTO, "element type of the KV cache; auto: the model's"
+        KvDtype.AUTO,
+        "element type of the KV cache; auto: the model's",
+        synonyms={**DTYPE_SYNONYMS, "fp8": "fp8_e4m3"},
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     context_length: int | None = setting(

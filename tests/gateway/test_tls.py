@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +18,7 @@ from gateway.http_server import HttpServer, listen
 from gateway.pool import TargetPool
 from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
+from services import demo
 from shared.tls import CertFolder, ClientTls, ServerTls
 from tests.gateway.driving import CHAT, eventually
 from tests.helpers.fake_target import FakeTarget
@@ -44,6 +47,18 @@ async def test_http_is_encrypted_and_asks_nobody_for_a_certificate(
         assert (await _chat(url, ClientTls(certs.ca))).status_code == 200
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             await _chat(url, ClientTls(other_certs.ca))
+
+
+async def test_the_demo_finds_a_gateway_that_is_encrypted(
+    gateway: Gateway, certs: CertFolder, other_certs: CertFolder
+) -> None:
+    async with _serving(gateway, certs.server_tls(asks_clients=False)) as url:
+        words = ["--base-url", f"{url.replace('https:', 'http:')}/v1", "--max-tokens", "4", "one?"]
+        for folder, exit_code in ((certs, 0), (other_certs, 1)):
+            out = io.StringIO()
+            flags = [*words, "--certs", str(folder.path)]
+            assert await asyncio.to_thread(demo.main, flags, out) == exit_code, out.getvalue()
+    assert out.getvalue().startswith(f"nothing answers at {words[1]}, with or without the certif")
 
 
 async def test_http_clients_need_a_certificate_where_one_is_asked_for(

@@ -15,7 +15,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("journal", type=Path)
-    parser.add_argument("--fail", action="store_true", help="print a reason and exit with code 3")
+    parser.add_argument(
+        "--fail", type=int, nargs="?", const=3, help="print a reason and exit with this code"
+    )
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     flags = parser.parse_args()
 
@@ -23,9 +25,9 @@ def main() -> int:
         with flags.journal.open("a") as journal:
             journal.write(f"{flags.name} {event}\n")
 
-    if flags.fail:
+    if flags.fail is not None:
         print("no weights found", flush=True)
-        return 3
+        return int(flags.fail)
     signals = {signal.SIGTERM, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     write("started")

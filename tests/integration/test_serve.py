@@ -49,7 +49,8 @@ def test_the_stack_answers_and_ends_in_order(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert answer["choices"]
     assert process.returncode == 0
-    assert [line for line in errors.splitlines() if "waiting for" not in line] == []
+    [line] = [line for line in errors.splitlines() if "waiting for" not in line]
+    assert line.startswith("serve: stopping; at most 30 s for requests to finish")
 
 
 def test_a_draft_that_the_target_refuses_ends_the_start_with_both_folders(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway.output.style import (
+    REASONING_SYNONYMS,
+    TOOL_SYNONYMS,
+    ReasoningParser,
+    ToolCallParser,
+)
 from services import serve
 from services.check import check
 from services.ranks import Ranks
@@ -19,8 +27,11 @@ from services.serve import ready_line
 from services.serve_line import all_fields, split_line
 from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
+from services.stack import Child, ChildSpec, Part
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.models.config import ModelConfig
+from shared.runtime.memory import in_words
 from shared.settings import load_settings
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
@@ -59,7 +70,7 @@ def test_the_demo_model_is_served_with_the_demo_draft() -> None:
     plan = _plan()
     assert _algorithms(plan) == ("STANDALONE",)
     assert tuple(port for port, _ in plan.ports) == (8000, 8001, 50051, 50052, 50061, 50062)
-    assert "--served-model-name=demo" in plan.target_arguments
+    assert plan.target.model_id == "demo"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,27 @@ def test_several_algorithms_are_as_many_drafts(names: str) -> None:
     assert [each.name for each in plan.drafts] == ["draft-standalone", "draft-ngram"]
 
 
+def test_several_drafts_have_as_many_ports_of_metrics() -> None:
+    env = {"OUTRIDER_TARGET_METRICS_PORT": "50053", "OUTRIDER_DRAFT_METRICS_PORT": "50063"}
+    plan = _plan("--algorithm", "STANDALONE,NGRAM", env=env)
+    assert [port for port, _ in plan.ports][-7:] == [
+        *(50061, 50062, 50064, 50065),
+        *(50053, 50063, 50066),
+    ]
+    assert "--metrics-port=50066" in plan.drafts[1].arguments
+    problem = _problems("--draft-metrics-port", "50051")
+    assert problem.startswith("ports wanted twice: 50051;")
+    assert problem.endswith("set --target-port or --draft-metrics-port")
+
+
+def test_a_busy_port_of_metrics_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        plan = _plan("--draft-metrics-port", str(port))
+        [problem] = [line for line in serve._busy_ports(plan) if f"port {port} " in line]
+    assert problem.endswith("stop it, or set --draft-metrics-port")
+
+
 @pytest.mark.parametrize("flag", ["--placement=embedded", "--draft-model=MODEL"])
 def test_what_only_one_draft_can_have_is_refused_for_several(flag: str, tmp_path: Path) -> None:
     flag = flag.replace("MODEL", str(_model_folder(tmp_path / "model")))
@@ -153,8 +185,11 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
     ("flags", "problem"),
     [
         ("--algorithm=NGRAM,FOO", "it must be one of STANDALONE, NGRAM,"),
-        ("--algorithm=,", "--speculative-algorithm is ','; it must be one of"),
-        ("--target-port=65536", "--port is '65536'; it must be a whole number in [0, 65535]"),
+        ("--algorithm=,", "--algorithm is ','; it must be one of"),
+        (
+            "--target-port=65536",
+            "--target-port is '65536'; it must be a whole number in [0, 65535]",
+        ),
         ("--port=0", "a launcher needs to know the port"),
         ("--gateway-port=50052", "ports wanted twice: 50052; each service takes two in a row"),
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
@@ -172,12 +207,101 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--target h:1", "the target is started here"),
         ("stray", "unexpected argument 'stray'"),
         ("--mem-fraction 2 --max-queued-requests 0", "--max-queued-requests is '0'"),
-        ("--mem-fraction 2 --max-queued-requests 0", "--mem-fraction-static is '2'"),
+        ("--mem-fraction 2 --max-queued-requests 0", "--mem-fraction is '2'"),
         ("--certs nowhere", "--certs: nowhere has no ca.pem"),
+        ("--chat-template chatml", "--chat-template: the template is chat_template.jinja in the"),
+        ("--download-dir /models", "--download-dir: models are kept in the Hub's cache; the"),
+        ("--base-gpu-id 4", "--base-gpu-id: name the first GPU by --device cuda:N"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2: fp8_e4m3 takes as little memory"),
+        ("--tool-call-parser step3", "'step3'; it must be one of auto, none, hermes, llama3, "),
+        ("--load-format gguf", "--load-format is 'gguf'; it must be one of auto, safetensors, pt"),
+        ("--max-model-len 99", "--max-model-len is vLLM's name; here it is --context-length"),
+        ("--max-num-seqs 9", "--max-num-seqs is vLLM's name; here it is --max-running-requests"),
+        ("--gpu-memory-utilization 0.9", "vLLM's name; here it is --mem-fraction-static, a share"),
+        ("--enable-prefix-caching", "--enable-prefix-caching: prefixes are always shared"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> None:
     assert problem in _problems(*flags.split())
+
+
+@pytest.mark.parametrize("flag", ["--enable-cash-report", "--no-such-flag", "--enable-cache"])
+def test_only_misspelt_flags_are_answered_with_another(flag: str) -> None:
+    [problem] = _problems(flag).splitlines()
+    is_misspelt = flag == "--enable-cash-report"
+    hint = "; did you mean --enable-cache-report?" if is_misspelt else ""
+    assert problem == f"unknown flag {flag}{hint}"
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        (
+            "--port 99999 --target-page-size 0 --draft-page-size 9999",
+            "--target-page-size, --draft-page-size, --port",
+        ),
+        ("--speculative-algorithm FOO --port 99999", "--speculative-algorithm, --port"),
+        ("--port abc --max-running-requests 0 --foo 1", "foo, --max-running-requests, --port"),
+        ("--tp 0 --model-alias=a --dtype int4 --log-level x", "--tp, --dtype, --log-level"),
+        ("--certs nowhere --dp 2 --cors-origin x", "--certs, --dp-size, --cors-origin"),
+    ],
+)
+def test_the_problems_of_all_services_are_reported_by_the_names_typed(
+    line: str, flags: str
+) -> None:
+    problems = sorted(_problems(*line.split()).splitlines())
+    assert len(problems) == len(flags.split(", "))
+    for flag in flags.split(", "):
+        assert sum(flag in problem.split(":")[0] for problem in problems) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m sglang.launch_server",
+        "/usr/bin/python3.12 -m sglang.launch_server",
+        "sglang serve",
+        "vllm serve",
+        "python3 -m vllm.entrypoints.openai.api_server",
+    ],
+)
+def test_the_command_of_a_pasted_line_is_left_out(command: str) -> None:
+    assert _plan(*command.split(), "--port", "9000").gateway.port == 9000
+    model = _plan("vllm", "serve", "shared/demo/target", "--port=9000").target.model_path
+    assert model == Path("shared/demo/target")
+    words = ("SGLANG_ENABLE_SPEC_V2=1", *command.split(), "--port", "0")
+    assert _problems(*words).startswith("unexpected argument 'SGLANG_ENABLE_SPEC_V2=1'")
+
+
+def test_the_largest_graph_is_capped_with_a_note() -> None:
+    plan = _plan("--cuda-graph-max-bs", "512")
+    assert plan.target.cuda_graph_max_bs == 256
+    [notice] = plan.notices
+    assert notice.startswith("--cuda-graph-max-bs 512: 256 is taken, the most there can be")
+    assert "--cuda-graph-max-bs is '0'" in _problems("--cuda-graph-max-bs", "0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "parser"),
+    [
+        ("tool-call-parser", "qwen25", "hermes"),
+        ("tool-call-parser", "qwen3_coder", "qwen3-coder"),
+        ("tool-call-parser", "deepseekv3", "deepseek"),
+        ("tool-call-parser", "gpt-oss", "harmony"),
+        ("tool-call-parser", "kimi_k2", "kimi-k2"),
+        ("reasoning-parser", "gpt-oss", "harmony"),
+        ("reasoning-parser", "deepseek-v3", "qwen3"),
+        ("reasoning-parser", "glm45", "qwen3"),
+    ],
+)
+def test_parsers_of_sglang_are_known(flag: str, name: str, parser: str) -> None:
+    gateway = _plan(f"--{flag}", name).gateway
+    assert getattr(gateway, flag.replace("-", "_")).value == parser
+
+
+def test_every_synonym_of_a_parser_is_one_of_ours() -> None:
+    assert set(TOOL_SYNONYMS.values()) <= {parser.value for parser in ToolCallParser}
+    assert set(REASONING_SYNONYMS.values()) <= {parser.value for parser in ReasoningParser}
 
 
 @pytest.mark.parametrize("flags", ["--ep 1 --dp-size 1", "--pp-size 1 --nnodes 1 --node-rank 0"])
@@ -205,6 +329,36 @@ def test_a_host_that_is_not_the_first_becomes_a_target(monkeypatch: pytest.Monke
     target = load_settings(TargetSettings, service="target", arguments=words, env={})
     assert target.ranks == Ranks(4, 1, 2, 1, "first:5000")
     assert list(target.ranks.here) == [2, 3]
+
+
+async def test_a_signal_says_how_long_a_stop_takes_and_a_second_one_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal"
+    words = ("gateway", str(journal), "--stubborn")
+    child = Child(ChildSpec("gateway", "tests.helpers.stand_in", words, tmp_path / "gateway.log"))
+
+    async def has_started() -> bool:
+        return journal.exists()
+
+    monkeypatch.setattr(serve, "parts", lambda plan: (Part(child, has_started),))
+    plan = _plan("--drain-grace-s", "20", "--log-dir", str(tmp_path))
+    running = asyncio.create_task(serve._serve(plan))
+    for event in ("gateway started", "gateway ignored SIGTERM"):
+        while not journal.exists() or event not in journal.read_text():
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 0
+    assert not child.is_running
+    assert capsys.readouterr().err.splitlines() == [
+        "serve: stopping; at most 20 s for requests to finish (Ctrl-C again stops at once)"
+    ]
+
+
+def test_the_grace_of_a_stop_is_the_shorter_of_two() -> None:
+    assert serve.grace_s(_plan()) == 30
+    assert serve.grace_s(_plan("--stop-grace-s", "5")) == 5
 
 
 async def _nothing(plan: Plan) -> int:
@@ -287,6 +441,13 @@ def test_every_flag_of_every_service_can_be_said_to_serve() -> None:
         ("--cuda-graph-bs 1 2 4", "--cuda-graph-bs: the largest is"),
         ("--disable-cuda-graph-padding", "--disable-cuda-graph-padding: no effect"),
         ("--attention-backend fa3", "--attention-backend fa3: this backend is not here"),
+        ("--load-format auto", "--load-format: no effect"),
+        ("--log-requests", "--log-requests: no effect"),
+        ("--enable-mixed-chunk", "--enable-mixed-chunk: no effect"),
+        ("--enable-p2p-check", "--enable-p2p-check: no effect"),
+        ("--enable-cache-report", "--enable-cache-report: no effect"),
+        ("--enable-memory-saver", "--enable-memory-saver: no effect"),
+        ("--kv-cache-dtype bf16", ""),
         ("--algorithm EAGLE --enable-multi-layer-eagle", "--enable-multi-layer-eagle: "),
         ("--algorithm DFLASH --speculative-dflash-draft-window-size 128", ""),
         ("--sglang-speculative-algorithm NGRAM --sglang-mem-fraction-static 0.5", ""),
@@ -421,8 +582,8 @@ def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "problem"),
     [
-        ("--prot", "1", "--prot is not a setting; did you mean --port?"),
-        ("--nonsense", "1", "--nonsense is not a setting"),
+        ("--prot", "1", "unknown flag --prot; did you mean --port?"),
+        ("--nonsense", "1", "unknown flag --nonsense"),
         (
             *("--model", "/no/where"),
             "--model-path is /no/where: there is no such folder, and a model of the Hub is "
@@ -470,11 +631,11 @@ def test_check_counts_the_weights_that_would_be_read(tmp_path: Path) -> None:
     """Some repositories hold the same weights a second time, in another layout."""
     folder = write_byte_tokenizer(write_checkpoint(tmp_path / "model", "llama", TinyShape()))
     line = ("--model", str(folder), "--device", "cpu", "--algorithm", "NGRAM")
-    said = check(_plan(*line))
-    assert "MiB on disk" in said
+    size = in_words((folder / "model.safetensors").stat().st_size)
+    assert f"weights {size} on disk" in check(_plan(*line))
     weights = folder / "model.safetensors"
     shutil.copy(weights, folder / "consolidated.safetensors")
-    assert check(_plan(*line)) == said
+    assert f"weights {size} on disk" in check(_plan(*line))
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         check(_plan(*line))
@@ -483,7 +644,34 @@ def test_check_counts_the_weights_that_would_be_read(tmp_path: Path) -> None:
 def test_check_says_over_which_devices_a_target_is_spread() -> None:
     line = ("--device", "cpu", "--tp", "2", "--pp", "2", "--nnodes", "2")
     said = check(_plan(*line, "--dist-init-addr", "first:5000"))
-    assert "on 2 GPUs from cpu on of each of 2 hosts, port 50051" in said
+    assert "on cpu, 2 processes of each of 2 hosts, port 50051" in said
+    assert "memory of each process: about" in said
+
+
+def test_check_adds_up_the_memory_of_a_target(tmp_path: Path) -> None:
+    shape = TinyShape(max_position_embeddings=128)
+    folder = write_byte_tokenizer(write_checkpoint(tmp_path / "model", "llama", shape))
+    line = ("--model", str(folder), "--device", "cpu", "--max-total-tokens", "4096")
+    said = check(_plan(*line))
+    config = ModelConfig.from_folder(folder)
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    kv_bytes = (4096 + 16) * token_bytes
+    weight_bytes = (folder / "model.safetensors").stat().st_size
+    assert f"memory: about {in_words(weight_bytes + kv_bytes)} of " in said
+    assert said.index(f"weights {in_words(weight_bytes)}, KV of 4,096 tokens {in_words(kv_bytes)}")
+    rounded = check(_plan(*line, "--quantization", "int8"))
+    assert f"weights {in_words(weight_bytes // 4)}, KV" in rounded
+    assert "free: weights 76.35 MiB" in check(_plan("--device", "cpu")), "8 bits are widened"
+    with pytest.raises(SettingsError, match="max-total-tokens is 10,000,000,000, which takes"):
+        check(_plan(*line, "--max-total-tokens", "10000000000"))
+
+
+def test_check_says_where_drafts_run_and_what_chains_are_cut_to() -> None:
+    chain = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1")
+    said = check(_plan(*chain, "--speculative-num-draft-tokens", "64", "--device", "cpu"))
+    assert "on disk, on cpu, port 50061" in said
+    assert "6 tokens (64 asked; a chain of 5 has 6)" in said
+    assert "draft: NGRAM, no model, port 50061" in check(_plan("--algorithm", "NGRAM"))
 
 
 @pytest.mark.parametrize(
@@ -492,6 +680,7 @@ def test_check_says_over_which_devices_a_target_is_spread() -> None:
         (("--version",), "outrider "),
         (("--help",), "outrider serve MODEL_FLAGS"),
         (("serve", "--help"), "--speculative-num-draft-tokens"),
+        (("check", "--help"), "usage: outrider check LINE"),
         (("draft", "--help"), "--speculative-ngram-capacity"),
     ],
 )

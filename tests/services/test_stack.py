@@ -27,6 +27,7 @@ class Scene:
         self.reports: list[str] = []
         self.parts: list[Part] = []
         self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
 
     def add(self, name: str, *flags: str, is_expendable: bool = False) -> Child:
         spec = ChildSpec(
@@ -50,7 +51,8 @@ class Scene:
         return self.journal_file.read_text().splitlines()
 
     async def run(self, announce: Callable[[], None], timeouts: StackTimeouts = QUICK) -> int:
-        return await Stack(self.parts, timeouts, self.reports.append).run(self.stop, announce)
+        stack = Stack(self.parts, timeouts, self.reports.append)
+        return await stack.run(self.stop, announce, self.at_once)
 
 
 def _kill(child: Child) -> None:
@@ -112,13 +114,18 @@ async def test_a_draft_that_returns_is_announced(tmp_path: Path) -> None:
     assert await run == 0
 
 
-async def test_a_part_that_ends_at_start_comes_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "last"), [(3, "take another draft"), (1, "no weights found")]
+)
+async def test_a_part_whose_models_do_not_fit_comes_with_what_to_do(
+    exit_code: int, last: str, tmp_path: Path
+) -> None:
     scene = Scene(tmp_path)
-    scene.add("draft", "--fail", is_expendable=True)
+    scene.add("draft", f"--fail={exit_code}", is_expendable=True)
     [part] = scene.parts
     scene.parts = [dataclasses.replace(part, hint="take another draft")]
     assert await scene.run(lambda: None) == 1
-    assert scene.reports[0].endswith("take another draft")
+    assert scene.reports[0].endswith(last)
 
 
 async def test_a_start_that_goes_on_says_what_it_waits_for(tmp_path: Path) -> None:
@@ -155,6 +162,21 @@ async def test_a_part_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         if scene.journal[-1] == "target ignored SIGTERM":
             return
     pytest.fail("it was killed before it was told to end")
+
+
+async def test_parts_that_must_stop_at_once_are_killed_together(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    target, gateway = scene.add("target"), scene.add("gateway", "--stubborn")
+    run = asyncio.create_task(scene.run(scene.stop.set))
+    while "gateway ignored SIGTERM" not in scene.journal:
+        assert not run.done(), scene.reports
+        await asyncio.sleep(0.01)
+    assert target.is_running, "it stops after the gateway"
+    scene.at_once.set()
+    assert await run == 0
+    assert not target.is_running
+    assert not gateway.is_running
+    assert scene.reports == []
 
 
 async def test_a_part_that_never_gets_ready_is_named(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_a_folder_is_taken_before_the_hub(cache: Path) -> None:
     assert shown_name(MODEL) == "tiny-model"
 
 
+def test_a_built_in_model_has_one_name() -> None:
+    for name in ("demo", "demo-moe"):
+        folder = local_path(Path(name), flag="--model-path")
+        assert shown_name(folder) == shown_name(folder / ".." / folder.name) == name
+
+
 def test_a_folder_has_no_revisions(cache: Path) -> None:
     MODEL.mkdir(parents=True)
     with pytest.raises(SettingsError, match=r"is a folder and has no revisions; leave .*'v2' out"):

@@ -18,6 +18,7 @@ from shared.settings import (
     load_settings,
     setting,
     shown_settings,
+    value_problems,
 )
 
 
@@ -130,15 +131,33 @@ def test_all_problems_are_reported_at_once() -> None:
     )
     assert sorted(problems) == sorted(
         [
-            "--prot is not a setting; did you mean --port?",
+            "unknown flag --prot; did you mean --port?",
             "unexpected argument 'stray'",
             "--placement is 'elsewhere'; it must be one of remote, embedded",
             "--model-path needs a value",
             "OUTRIDER_TARGET_PORT is 'x'; it must be a whole number in [0, 65535]",
-            "OUTRIDER_TARGET_WIAT_S is not a setting; did you mean OUTRIDER_TARGET_WAIT_S?",
+            "unknown variable OUTRIDER_TARGET_WIAT_S; did you mean OUTRIDER_TARGET_WAIT_S?",
             "OUTRIDER_TARGET_OVERLAP is 'maybe'; it must be true or false",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("wait", None), ("wait-ms", "wait-s"), ("prt", "port"), ("targest", "targets"), ("x", None)],
+)
+def test_only_a_misspelt_name_is_answered_with_another(typed: str, meant: str | None) -> None:
+    hint = f"; did you mean --{meant}?" if meant else ""
+    assert problems_of(f"--{typed}", "1") == (f"unknown flag --{typed}{hint}",)
+
+
+def test_a_flag_is_reported_under_the_name_that_was_typed() -> None:
+    arguments = ("--port=70000", "--overlap", "2")
+    first, second = value_problems(
+        PlainSettings, service="target", arguments=arguments, env={}, typed={"--port": "--gate"}
+    )
+    assert first.startswith("--gate is '70000'")
+    assert second.startswith("--overlap is '2'")
 
 
 def test_choices_are_read_in_any_case() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from services.draft.drafter_factory import build_drafter, model_id, tokenizer_id
 from services.draft.events import WorkerIdentity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
-from shared.errors import CheckpointError, EngineFailed, FailedPrecondition
+from shared.errors import MISFIT_EXIT_CODE, CheckpointError, EngineFailed, FailedPrecondition
 from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc
@@ -86,6 +87,17 @@ async def test_health_follows_the_process_from_loading_to_drain(target: Scripted
     assert await conversation.hear() is None, "draining detaches"
     assert await _health(process.port) != serving
     await process.stop()
+
+
+async def test_the_log_says_the_shape_of_the_trees(
+    target: ScriptedTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    process = DraftProcess(_settings("--target", target.address))
+    await process.listen()
+    await process.serve(ScriptedDrafter(), IDENTITY)
+    await process.stop()
+    assert f"serving on port {process.port}, trees of 3,1,4 (steps,topk,rows)" in caplog.text
 
 
 async def test_stopping_detaches_before_the_servers_go(target: ScriptedTarget) -> None:
@@ -209,3 +221,14 @@ def test_a_bad_flag_ends_the_program_with_its_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["outrider-draft", "--device", "tpu"])
     with pytest.raises(SystemExit, match="--device"):
         main()
+
+
+def test_a_model_that_cannot_be_read_has_its_own_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--speculative-draft-model-path", str(tmp_path), "--port=0", "--maintenance-port=0"]
+    monkeypatch.setattr(sys, "argv", ["outrider-draft", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == MISFIT_EXIT_CODE
+    assert f"outrider-draft: {tmp_path}" in capsys.readouterr().err

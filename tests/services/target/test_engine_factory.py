@@ -44,6 +44,16 @@ def _run_out(*_: object, **__: object) -> None:
     )
 
 
+def test_only_8_bit_layers_are_said_to_save_memory(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    build_runner(_settings(folder))
+    assert "on cpu; keys and values in" in caplog.text
+    build_runner(_settings(folder, quantization=Quantisation.INT8))
+    assert "on cpu, 8-bit layers save" in caplog.text
+
+
 def test_context_is_the_models_or_shorter(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert build_runner(_settings(folder)).max_context_tokens == POSITIONS
     assert build_runner(_settings(folder, context_length=64)).max_context_tokens == 64
