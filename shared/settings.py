@@ -14,6 +14,7 @@ All invalid settings are reported at once, by name, with the values that are val
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 ENV_PREFIX = "OUTRIDER_"
+# Share of characters, in the same order, that a misspelt name has in common with the right one.
+_FEWEST_SHARED = 0.75
 S = TypeVar("S")
 
 # Schemes whose names end with a port; gRPC takes 443 if it is missing.
@@ -171,27 +174,10 @@ def unknown_name(name: str, known: Iterable[str], prefix: str = "--") -> str:
         prefix: the beginning that all of the names have.
     """
     kind = "flag" if name.startswith("--") else "variable"
-    edits = {other: _num_edits(name, other) for other in known}
-    closest = min(edits, key=edits.__getitem__, default=name)
-    most = max(1, len(name.removeprefix(prefix)) // 5)
-    hint = f"; did you mean {closest}?" if edits.get(closest, most + 1) <= most else ""
+    own, others = name.removeprefix(prefix), [other.removeprefix(prefix) for other in known]
+    close = difflib.get_close_matches(own, others, n=1, cutoff=_FEWEST_SHARED)
+    hint = f"; did you mean {prefix}{close[0]}?" if close else ""
     return f"unknown {kind} {name}{hint}"
-
-
-def _num_edits(one: str, other: str) -> int:
-    """Returns in how many edits a text becomes another: a character added, left out or replaced, or
-    two neighbours swapped."""
-    earlier: list[int] = []
-    above = list(range(len(other) + 1))
-    for i, character in enumerate(one):
-        row = [i + 1]
-        for j, wanted in enumerate(other):
-            edits = min(above[j + 1] + 1, row[j] + 1, above[j] + (character != wanted))
-            if i and j and (character, one[i - 1]) == (other[j - 1], wanted):
-                edits = min(edits, earlier[j - 1] + 1)
-            row.append(edits)
-        earlier, above = above, row
-    return above[-1]
 
 
 @functools.cache

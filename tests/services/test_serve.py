@@ -225,7 +225,7 @@ def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> N
     assert problem in _problems(*flags.split())
 
 
-@pytest.mark.parametrize("flag", ["--enable-cash-report", "--no-such-flag", "--enable-cache"])
+@pytest.mark.parametrize("flag", ["--enable-cash-report", "--no-such-flag", "--num-gpus"])
 def test_only_misspelt_flags_are_answered_with_another(flag: str) -> None:
     [problem] = _problems(flag).splitlines()
     is_misspelt = flag == "--enable-cash-report"

@@ -144,7 +144,13 @@ def test_all_problems_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("wait", None), ("wait-ms", "wait-s"), ("prt", "port"), ("targest", "targets"), ("x", None)],
+    [
+        ("wait", "wait-s"),
+        ("wait-ms", "wait-s"),
+        ("prt", "port"),
+        ("targest", "targets"),
+        ("x", None),
+    ],
 )
 def test_only_a_misspelt_name_is_answered_with_another(typed: str, meant: str | None) -> None:
     hint = f"; did you mean --{meant}?" if meant else ""

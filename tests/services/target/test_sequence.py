@@ -73,7 +73,7 @@ def test_stop_tokens_are_banned_until_the_minimum_at_each_depth() -> None:
     ("prompt", "message"),
     [
         ((), "no tokens"),
-        (tuple(range(20)), "prompt has 20 tokens; the model accepts 19"),
+        (tuple(range(20)), "prompt has 20 tokens; it may have 19"),
         ((1, 100), r"token 100; ids must be in \[0, 100\)"),
         ((1, -3), "token -3"),
     ],
