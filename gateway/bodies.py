@@ -123,7 +123,7 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
         "time_to_first_token_ms": 1e3 * (first_s - begun_s),
         "generation_time_ms": generation_ms,
         **({"mean_itl_ms": generation_ms / num_later} if num_later > 0 else {}),
-        "tokens_per_second": 1e3 * num_tokens / generation_ms if generation_ms else 0.0,
+        "tokens_per_second": 1e3 * num_tokens / generation_ms if num_later > 0 else 0.0,
         "speculative_decoding": speculative_decoding(choices),
     }
 
