@@ -40,7 +40,7 @@ TakeNow = Callable[[int, Delta], bool]
 _MAX_PROCESSES = 2
 
 
-class Inbox:
+class AnswerQueue:
     """Unread events of one answer, each with its choice index, in order of arrival.
 
     `put` never waits: it is called by the reader of the session, which a slow client shares with
@@ -141,7 +141,7 @@ class Answer:
         self._gateway = gateway
         self._endpoint = endpoint
         self._record: RequestRecord
-        self._inbox = Inbox(gateway.settings.max_unread_tokens, self.cancel)
+        self._queue = AnswerQueue(gateway.settings.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._has_schemas = any(text.schemas is not None for text in self._texts)
         self._quota = current_quota.get()
@@ -174,7 +174,7 @@ class Answer:
                     timeout_s=gateway.settings.request_timeout_s,
                     never_learnt=self._quota is not None and self._quota.never_learnt,
                 )
-                deliver = partial(self._inbox.put, index)
+                deliver = partial(self._queue.put, index)
                 self._routed.append(gateway.pool.submit(generation, name, deliver))
             await self.step()
             yield
@@ -196,7 +196,7 @@ class Answer:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.cancel()
-        self._inbox.close(ClientGone())
+        self._queue.close(ClientGone())
 
     async def step(self) -> Collection[Choice]:
         """Waits for events and applies them; returns the changed choices, each once.
@@ -208,7 +208,7 @@ class Answer:
             Unavailable: the gateway stops.
         """
         changed: dict[int, Choice] = {}
-        for index, event in await self._inbox.take():
+        for index, event in await self._queue.take():
             choice = self.choices[index]
             if choice.finish_reason is not None:  # a stop string ended it during a step
                 continue
@@ -255,12 +255,12 @@ class Answer:
                 if chunk := news(choice):
                     writer.write(chunk)
             except Exception as error:  # `step` raises it
-                self._inbox.close(error)
+                self._queue.close(error)
             if choice.finish_reason is not None:
-                self._inbox.wake()
+                self._queue.wake()
             return True
 
-        self._inbox.take_now = take_now
+        self._queue.take_now = take_now
 
     def abort(self, error: OutriderError | None = None) -> None:
         """Cancels every generation and makes `step` raise an error after the events that have
@@ -271,7 +271,7 @@ class Answer:
         """
         self.cancel()
         message = f"request {self.plan.request_id} was aborted"
-        self._inbox.end(error or Aborted(message, reason="REQUEST_ABORTED"))
+        self._queue.end(error or Aborted(message, reason="REQUEST_ABORTED"))
 
     def cancel(self) -> None:
         """Cancels every generation that still runs."""

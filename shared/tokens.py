@@ -324,7 +324,7 @@ class TreeShape:
         return self.num_draft_tokens - 1
 
 
-Choice = TreeShape | None
+ShapeOrPlain = TreeShape | None
 """The shape of the trees that rounds verify; None is plain steps."""
 
 

@@ -17,7 +17,7 @@ from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission, EventStream, RequestTelemetry
+from services.target.requests.admission import Admission, EventQueue, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.requests.request import Finished, GenerationRequest
 from services.target.settings import TargetSettings
@@ -339,7 +339,7 @@ def _request(
 
 
 async def _generate(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
-    stream = EventStream(asyncio.get_running_loop())
+    stream = EventQueue(asyncio.get_running_loop())
     for key, request in enumerate(requests):
         engine.submit(request, stream, key)
     num_left = len(requests)

@@ -369,7 +369,10 @@ def _round_problems(settings: TargetSettings) -> Iterator[str]:
     if settings.disable_cuda_graph:
         yield f"{flag}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out"
     if rule is VerificationMode.POINT_MASS:
-        yield f"{flag} needs the coupled rule; --verification-mode is point-mass"
+        yield (
+            f"{flag} needs --verification-mode coupled, by which draft and target share their "
+            f"random numbers; it is point-mass"
+        )
     if rule.draws_chains:
         yield (
             f"{flag}: rounds on the device verify by the coupled rule; {rejection_flag(settings)} "

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shared.tokens import Choice, TreeShape
+from shared.tokens import ShapeOrPlain, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,10 @@ class EngineGauges:
     probe_s: float
     speculates: bool
     round_shape: TreeShape | None
-    round_s: Mapping[tuple[Choice, int], float]
+    round_s: Mapping[tuple[ShapeOrPlain, int], float]
 
 
-def shape_name(shape: Choice) -> str:
+def shape_name(shape: ShapeOrPlain) -> str:
     """Returns the name of a shape in figures: steps, top-k and draft tokens, and `ahead` if trees
     grow ahead; `plain` for None."""
     if shape is None:

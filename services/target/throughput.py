@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shared.tokens import Choice, TreeShape
+from shared.tokens import ShapeOrPlain, TreeShape
 
 MEMORY, UNTRIED_MEMORY = 0.98, 0.995
 """Decay of a level's trials in a round that tries the level, and in a round that does not."""
@@ -159,14 +159,14 @@ class CostTable:
     plain: dict[int, float] = field(default_factory=dict)
     rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
 
-    def seconds(self, choice: Choice, num_sequences: int) -> float | None:
+    def seconds(self, choice: ShapeOrPlain, num_sequences: int) -> float | None:
         """Returns the time of a step; None if the choice was never measured."""
         times = self.plain if choice is None else self.rounds.get(choice, {})
         return _between(times, num_sequences)
 
-    def measured(self) -> dict[tuple[Choice, int], float]:
+    def measured(self) -> dict[tuple[ShapeOrPlain, int], float]:
         """Returns the seconds of steps by choice and number of sequences."""
-        choices: list[Choice] = [None, *self.rounds]
+        choices: list[ShapeOrPlain] = [None, *self.rounds]
         return {
             (choice, num_sequences): seconds
             for choice in choices
@@ -191,7 +191,7 @@ def _between(times: Mapping[int, float], num_sequences: int) -> float | None:
     return times[low] + share * (times[high] - times[low])
 
 
-def compared(rates: Mapping[Choice, float], num_sequences: int) -> str:
+def compared(rates: Mapping[ShapeOrPlain, float], num_sequences: int) -> str:
     """Returns the tokens per second of plain steps and of the best trees, as text."""
     trees = {shape: rate for shape, rate in rates.items() if shape is not None}
     best = max(trees, key=lambda shape: trees[shape], default=None)

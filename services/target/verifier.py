@@ -158,12 +158,16 @@ class CoupledDraw:
         return decisions
 
 
-class FreshDraw:
-    """Rows accept by fresh randomness. All the work happens in `read`, before the next forward."""
+class RejectionDraw:
+    """Rows accept by fresh random numbers, in contrast to the coupled rule, whose noise draft and
+    target share. All the work happens in `read`, before the next forward.
+
+    Source: speculative sampling, Leviathan et al., arXiv 2211.17192.
+    """
 
     token_ids = None
 
-    def __init__(self, distributions: RowDistributions, rule: FreshRule) -> None:
+    def __init__(self, distributions: RowDistributions, rule: RejectionRule) -> None:
         self._distributions = distributions
         self._rule = rule
 
@@ -280,8 +284,8 @@ def _path_rows(path: AcceptedPath, rows: slice) -> tuple[int, ...]:
     return (rows.start, *(rows.start + 1 + node for node in path.node_indices))
 
 
-class FreshRule:
-    """Verifies the trees of a step with fresh randomness.
+class RejectionRule:
+    """Verifies the trees of a step with fresh random numbers.
 
     A tree without the draft distributions of its tokens is verified by the point-mass rule, no
     matter how it was drafted. That rule accepts a child with the target's probability of it, so it
@@ -450,9 +454,9 @@ class Verifier:
         self, mode: VerificationMode, *, generator: torch.Generator, thresholds: Thresholds = EXACT
     ) -> None:
         self.mode = mode
-        self._rule: FreshRule | None = None
+        self._rule: RejectionRule | None = None
         if mode is not VerificationMode.COUPLED:
-            self._rule = FreshRule(generator, _CHAIN_RULES.get(mode), thresholds)
+            self._rule = RejectionRule(generator, _CHAIN_RULES.get(mode), thresholds)
         self._num_rows: list[tuple[int, int]] = []
         self._sampling: RowSampling | None = None
         self._counts = RunningCounts()
@@ -491,7 +495,7 @@ class Verifier:
         return (
             CoupledDraw(distributions)
             if self._rule is None
-            else FreshDraw(distributions, self._rule)
+            else RejectionDraw(distributions, self._rule)
         )
 
     def _masks_of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:

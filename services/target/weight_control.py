@@ -206,7 +206,7 @@ class WeightControl:
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        self._check_idle("the cache is flushed")
+        self._check_idle("flush the cache")
         return self._leases.flush()
 
     def _check_idle(self, what: str) -> None:
@@ -215,8 +215,8 @@ class WeightControl:
         scheduler = self._scheduler
         if scheduler.num_running or (scheduler.num_waiting and self.mode is None):
             raise FailedPrecondition(
-                f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait; {what} "
-                f"when none does, or with generation paused by abort or retract",
+                f"cannot {what}: {scheduler.num_running} requests run and {scheduler.num_waiting} "
+                f"wait; wait for their end, or pause generation with mode abort or retract",
                 reason="TARGET_IN_USE",
             )
 
@@ -308,7 +308,7 @@ class WeightControl:
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        self._check_idle("memory is released")
+        self._check_idle("release memory")
         kept: list[str] = []
         num_bytes = 0
         for tag in tags:
@@ -369,7 +369,7 @@ class WeightControl:
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
         """
-        self._check_idle("the weights are reset")
+        self._check_idle("reset the weights")
         self._missing = None
         tensors = [tensor for _, tensor in named_tensors(self._decoder)]
         for tensor in tensors:

@@ -28,7 +28,7 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_model import HeadModel
-from shared.tokens import Choice, SamplingParams, TreeShape
+from shared.tokens import SamplingParams, ShapeOrPlain, TreeShape
 from tests.bench.aims import shape_name
 from tests.bench.expert_floors import StepFloor, expected_hits, level_bytes, tensors_of
 from tests.bench.expert_shapes import ExpertShape
@@ -61,10 +61,10 @@ class PolicyRun:
     """
 
     tokens_per_s: float
-    shares: Mapping[Choice, float]
+    shares: Mapping[ShapeOrPlain, float]
 
     @property
-    def most(self) -> Choice:
+    def most(self) -> ShapeOrPlain:
         """The choice that takes most of the time."""
         return max(self.shares, key=lambda choice: self.shares[choice])
 
@@ -73,13 +73,13 @@ class PolicyRun:
         return ", ".join(f"{_name(choice)} {share:.0%}" for choice, share in shown)
 
 
-def _name(choice: Choice) -> str:
+def _name(choice: ShapeOrPlain) -> str:
     return "plain" if choice is None else shape_name(choice)
 
 
 def run_policy(
     costs: CostTable,
-    seconds: Mapping[Choice, float],
+    seconds: Mapping[ShapeOrPlain, float],
     counts: Sequence[Sequence[int]],
     batch: int,
 ) -> PolicyRun:
@@ -91,9 +91,9 @@ def run_policy(
         counts: `[R][S]`, nodes accepted of chains of any depth, round after round.
     """
     shapes = tuple(choice for choice in seconds if choice is not None)
-    policy, times = LanePolicy(shapes, costs), defaultdict[Choice, float](float)
+    policy, times = LanePolicy(shapes, costs), defaultdict[ShapeOrPlain, float](float)
     now_s, num_tokens = 0.0, 0
-    before: Choice = shapes[0]
+    before: ShapeOrPlain = shapes[0]
     for accepted in itertools.cycle(counts):
         if now_s >= POLICY_S:
             break
@@ -267,7 +267,7 @@ class ExpertRounds:
         times = {shape: self._round_ms(shape, batch) for shape in self._shapes}
         time_ms, num_tokens = times[CHAIN]
         forward_ms, forward = self._verification(batch)
-        seconds: dict[Choice, float] = {shape: own[0] / 1e3 for shape, own in times.items()}
+        seconds: dict[ShapeOrPlain, float] = {shape: own[0] / 1e3 for shape, own in times.items()}
         seconds[None] = plain_ms / 1e3
         decoder = self._runner.decoder
         head_bytes = sum(tensor.nbytes for tensor in tensors_of(decoder.lm_head))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.answer import Inbox
+from gateway.answer import AnswerQueue
 from gateway.generation import MAX_UNSENT_NODES, NodeBudget
 from shared.generation import Delta, DraftAnswer, RoundTrace
 from shared.text import Tokenizer
@@ -267,7 +267,7 @@ def test_rounds_nobody_takes_lose_their_trees_at_the_bound() -> None:
 
 
 async def test_a_slow_client_keeps_its_tokens_and_loses_trees_only() -> None:
-    box = Inbox(max_unread_tokens=100, on_overflow=lambda: pytest.fail("it overflowed"))
+    box = AnswerQueue(max_unread_tokens=100, on_overflow=lambda: pytest.fail("it overflowed"))
     num_rounds = MAX_UNSENT_NODES // 256 + 3
     for _ in range(num_rounds):
         box.put(0, Delta([1, 2], num_accepted=1, trace=_round(256)))

@@ -12,7 +12,7 @@ import torch
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.rounds.policy import Choice, LanePolicy
+from services.target.rounds.policy import LanePolicy, ShapeOrPlain
 from services.target.rounds.round_shapes import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.round_head import OwnHead
@@ -97,10 +97,10 @@ def sharing_head(
 
 def any_choice(
     seed: int,
-) -> Callable[[LanePolicy, int, int, Iterable[TreeShape], float], Choice]:
+) -> Callable[[LanePolicy, int, int, Iterable[TreeShape], float], ShapeOrPlain]:
     """Returns a `LanePolicy.choose` that changes about every third step, regardless of speed."""
     source = random.Random(seed)
-    last: list[Choice] = [None]
+    last: list[ShapeOrPlain] = [None]
 
     def choose(
         policy: LanePolicy,
@@ -108,7 +108,7 @@ def any_choice(
         num_drawn: int,
         fitting: Iterable[TreeShape],
         now_s: float,
-    ) -> Choice:
+    ) -> ShapeOrPlain:
         options = [None, *fitting]
         if last[0] not in options or source.random() < 0.3:
             last[0] = source.choice(options)

@@ -18,9 +18,9 @@ from shared.tokens import (
     ANY_TREE,
     EMPTY_TREE,
     Candidate,
-    Choice,
     OpenedSequence,
     Outcome,
+    ShapeOrPlain,
     TokenTree,
     TreeRequest,
     TreeShape,
@@ -111,7 +111,7 @@ class Assignment:
         return replace(tree_request, num_outcomes=request.num_outcomes)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ShapeOrPlain:
         """The requested shape of the current round's tree; None for a plain step."""
         if self.requested.is_paused:
             return None

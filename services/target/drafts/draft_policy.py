@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.throughput import FORGET_S, Acceptance, CostTable, compared
-from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
+from shared.tokens import ANY_TREE, NO_TREE, ShapeOrPlain, TreeRequest, TreeShape
 
 MIN_GAIN, MARGIN = 1.03, 0.1
 """The current choice is replaced by one whose throughput is `MIN_GAIN + MARGIN / sqrt(steps)` times
@@ -153,14 +153,16 @@ class RoundTimes:
     """
 
     def __init__(self) -> None:
-        self._rounds: dict[Choice, dict[int, Rounds]] = {}
+        self._rounds: dict[ShapeOrPlain, dict[int, Rounds]] = {}
 
-    def at(self, choice: Choice, num_sequences: int) -> Rounds:
+    def at(self, choice: ShapeOrPlain, num_sequences: int) -> Rounds:
         """Returns the rounds of the batch size's group, perhaps without a step yet."""
         by_size = self._rounds.setdefault(choice, {})
         return by_size.setdefault(_size(num_sequences), Rounds())
 
-    def estimate(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
+    def estimate(
+        self, choice: ShapeOrPlain, num_sequences: int, like: ShapeOrPlain
+    ) -> Round | None:
         """Returns the means at a batch size, or at the nearest measured one; None where the choice
         was never measured.
 
@@ -184,7 +186,7 @@ class RoundTimes:
             scale *= there.tokens / here.tokens
         return replace(means[nearest], seconds=scale * means[nearest].seconds)
 
-    def measured(self) -> dict[tuple[Choice, int], float]:
+    def measured(self) -> dict[tuple[ShapeOrPlain, int], float]:
         """Returns the mean seconds of a round by choice and the middle of the batch-size group."""
         return {
             (choice, round(2.0 ** (size / 2))): mean.seconds
@@ -208,7 +210,7 @@ class _Trial:
         num_tokens: committed since the trial began, a sequence.
     """
 
-    choice: Choice
+    choice: ShapeOrPlain
     began_s: float
     num_rounds: float = 0.0
     num_other_rounds: float = 0.0
@@ -236,12 +238,12 @@ class DraftPolicy:
     always_up_to: int = 0
     is_pinned: bool = False
     costs: CostTable = field(default_factory=CostTable)
-    choice: Choice = field(init=False)
+    choice: ShapeOrPlain = field(init=False)
     trial_s: float = 0.0
     times: RoundTimes = field(default_factory=RoundTimes)
     _acceptance: Acceptance = field(default_factory=Acceptance)
     _trial: _Trial | None = None
-    _step: dict[Choice, _Step] = field(default_factory=dict)
+    _step: dict[ShapeOrPlain, _Step] = field(default_factory=dict)
     _num_step_tokens: int = 0
     _num_cold: int = COLD_STEPS
     _worthwhile_wait_s: float | None = None
@@ -249,11 +251,11 @@ class DraftPolicy:
     _num_undecided: int = 0  # steps since the last decision
     _held_until_s: float = -math.inf
     _is_void: bool = False
-    _seen_s: dict[Choice, float] = field(default_factory=dict)
+    _seen_s: dict[ShapeOrPlain, float] = field(default_factory=dict)
     _turned_s: float = -math.inf
     _may_try_s: float = -math.inf
     _paid_s: float = -math.inf  # the trial budget is used up until this time
-    _promised: set[tuple[Choice, int]] = field(default_factory=set)
+    _promised: set[tuple[ShapeOrPlain, int]] = field(default_factory=set)
     _limit_s: float = FIRST_LIMIT_S
 
     def __post_init__(self) -> None:
@@ -265,7 +267,7 @@ class DraftPolicy:
         return max(self._num_sequences, 1) <= self.always_up_to
 
     @property
-    def current(self) -> Choice:
+    def current(self) -> ShapeOrPlain:
         """The choice on trial, else the current choice. Without trees drafts lose their sequences:
         sending them every verdict would cost host time that plain steps need."""
         return self.choice if self._trial is None else self._trial.choice
@@ -325,7 +327,7 @@ class DraftPolicy:
         return self._acceptance.rates(self.choice or self.base, is_greedy=True)
 
     def observe_round(
-        self, choice: Choice, num_tokens: int, seconds: float, *, has_tree: bool
+        self, choice: ShapeOrPlain, num_tokens: int, seconds: float, *, has_tree: bool
     ) -> None:
         """Adds a round, with or without a verified tree.
 
@@ -507,7 +509,7 @@ class DraftPolicy:
         if rates[best] > gain * current:
             self.choice = best
 
-    def _lacks_trees(self, choice: Choice, num_sequences: int) -> bool:
+    def _lacks_trees(self, choice: ShapeOrPlain, num_sequences: int) -> bool:
         """Whether plain steps can replace trees of a shape, and no measured round at a batch size
         had one of them."""
         if choice is None or None not in self._options(num_sequences):
@@ -515,7 +517,7 @@ class DraftPolicy:
         rounds = self.times.at(choice, num_sequences)
         return len(rounds) >= FEWEST_ROUNDS and rounds.mean is not None and not rounds.mean.trees
 
-    def _is_credible(self, choice: Choice, num_sequences: int) -> bool:
+    def _is_credible(self, choice: ShapeOrPlain, num_sequences: int) -> bool:
         """Whether the measured time of a choice tells how fast it is. Not where no round had a
         tree, nor where rounds took much longer than those of other trees suggest, with the same
         time for each level: then kernels were compiled, or graphs captured."""
@@ -552,7 +554,7 @@ class DraftPolicy:
             choices = [None]
         depth = (self.choice or self.base).num_steps
 
-        def order(choice: Choice) -> tuple[float, int]:
+        def order(choice: ShapeOrPlain) -> tuple[float, int]:
             is_known = choice in self._seen_s and self._is_credible(choice, num_sequences)
             distance = abs((0 if choice is None else choice.num_steps) - depth)
             return self._seen_s[choice] if is_known else -math.inf, distance
@@ -564,7 +566,7 @@ class DraftPolicy:
         sizes, if it was much faster there than the current choice is here. Once for each size. If
         the current choice is a tree, others are expected to have changed by the same factor."""
         size, current = _size(num_sequences), self._rate(self.choice, num_sequences)
-        promises = dict[Choice, float]()
+        promises = dict[ShapeOrPlain, float]()
         for choice in self._options(num_sequences):
             if (choice, size) in self._promised or len(self.times.at(choice, num_sequences)):
                 continue
@@ -579,11 +581,11 @@ class DraftPolicy:
             self._promised.add((best, size))
             self._begin_trial(best, num_sequences, now_s)
 
-    def _begin_trial(self, choice: Choice, num_sequences: int, now_s: float) -> None:
+    def _begin_trial(self, choice: ShapeOrPlain, num_sequences: int, now_s: float) -> None:
         self._trial = _Trial(choice, now_s)
         self.times.at(choice, num_sequences).clear()
 
-    def _hope(self, choice: Choice, num_sequences: int, now_s: float) -> float:
+    def _hope(self, choice: ShapeOrPlain, num_sequences: int, now_s: float) -> float:
         """Returns an optimistic throughput of one sequence."""
         unseen_s = now_s - self._seen_s.get(choice, now_s)
         hope = HOPE
@@ -601,7 +603,7 @@ class DraftPolicy:
         return self._acceptance.tokens(choice, is_greedy=True, hope=hope) / plain.seconds
 
     def _rate(
-        self, choice: Choice, num_sequences: int, hope: float = 0.0, *, is_scaled: bool = True
+        self, choice: ShapeOrPlain, num_sequences: int, hope: float = 0.0, *, is_scaled: bool = True
     ) -> float | None:
         """Returns the throughput of one sequence, in tokens/s; None if never measured.
 
@@ -622,7 +624,7 @@ class DraftPolicy:
         accepted = self._acceptance.tokens(choice, is_greedy=True, hope=hope) - 1.0
         return (1.0 + rounds.trees * accepted) / rounds.seconds
 
-    def _round(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
+    def _round(self, choice: ShapeOrPlain, num_sequences: int, like: ShapeOrPlain) -> Round | None:
         """Returns the means of a choice, see `RoundTimes.estimate`. Plain steps without a
         measurement at this batch size take the times measured at start-up."""
         if choice is None and not len(self.times.at(None, num_sequences)):
@@ -631,7 +633,7 @@ class DraftPolicy:
                 return Round(seconds, tokens=1.0, trees=0.0)
         return self.times.estimate(choice, num_sequences, like)
 
-    def _rates(self, num_sequences: int) -> dict[Choice, float]:
+    def _rates(self, num_sequences: int) -> dict[ShapeOrPlain, float]:
         """Returns the throughput of one sequence for each choice that was measured."""
         return {
             choice: rate
@@ -639,7 +641,7 @@ class DraftPolicy:
             if (rate := self._rate(choice, num_sequences)) is not None
         }
 
-    def _options(self, num_sequences: int) -> Sequence[Choice]:
+    def _options(self, num_sequences: int) -> Sequence[ShapeOrPlain]:
         """Returns the choices that are allowed at a batch size; at least one."""
         shapes: tuple[TreeShape, ...] = (self.base,)
         may_pause = True

@@ -28,7 +28,7 @@ from services.target.grammars.source import (
     read_vocabulary,
     too_complex,
 )
-from services.target.grammars.trial import Answer
+from services.target.grammars.trial import TrialResult
 from shared.errors import EngineFailed, FailedPrecondition, InvalidArgument, QueueFull
 from shared.grammar import Grammar
 
@@ -234,7 +234,7 @@ class _TrialProcess:
         if not line:
             message = "the process that tries grammars ended"
             raise EngineFailed(message, reason="ENGINE_FAILED")
-        answer: Answer = json.loads(line)
+        answer: TrialResult = json.loads(line)
         if answer["outcome"] == "failed":
             logger.error("a %s could not be compiled: %s", kind, answer["message"])
             raise EngineFailed.of()

@@ -2,7 +2,7 @@
 otherwise, and within its bounds some patterns still take minutes and gigabytes.
 
 `python -m services.target.grammars.trial` reads a tokenizer once and forks for each grammar. It
-reads lines of JSON, each a grammar's kind and source, and writes an `Answer` for each.
+reads lines of JSON, each a grammar's kind and source, and writes an `TrialResult` for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.grammar import Grammar, GrammarKind
 _NICE = 5  # the engine's threads have priority
 
 
-class Answer(TypedDict, total=False):
+class TrialResult(TypedDict, total=False):
     """The result of a trial.
 
     `outcome` is `good`, `wrong`, `slow`, `large` or `failed`. `num_bytes` is the memory of a good
@@ -39,7 +39,9 @@ class Answer(TypedDict, total=False):
     message: str
 
 
-def tried(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, timeout_s: float) -> Answer:
+def tried(
+    grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, timeout_s: float
+) -> TrialResult:
     """Compiles a grammar in a fork, which is killed when it takes too long."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -53,8 +55,8 @@ def tried(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, timeout_s: f
         content = answers.read()
     os.waitpid(pid, 0)
     if is_late or not content:
-        return Answer(outcome="slow" if is_late else "large")
-    answer: Answer = json.loads(content)
+        return TrialResult(outcome="slow" if is_late else "large")
+    answer: TrialResult = json.loads(content)
     return answer
 
 
@@ -69,7 +71,7 @@ def _run(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, answers: int)
         limit = _data_bytes() + STACK_BYTES + max_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         threading.stack_size(STACK_BYTES)
-        result: list[Answer] = []
+        result: list[TrialResult] = []
         thread = threading.Thread(target=lambda: result.append(_compiled(grammar, vocabulary)))
         thread.start()
         thread.join()
@@ -78,17 +80,17 @@ def _run(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, answers: int)
     os._exit(status)
 
 
-def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Answer:
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> TrialResult:
     before = _resident_bytes()
     try:
         compiled(grammar, vocabulary)
     except OutriderError as error:
-        return Answer(outcome="wrong", reason=error.reason, message=error.message)
+        return TrialResult(outcome="wrong", reason=error.reason, message=error.message)
     except MemoryError:
-        return Answer(outcome="large")
+        return TrialResult(outcome="large")
     except Exception as error:
-        return Answer(outcome="failed", message=repr(error))
-    return Answer(outcome="good", num_bytes=max(_resident_bytes() - before, 0))
+        return TrialResult(outcome="failed", message=repr(error))
+    return TrialResult(outcome="good", num_bytes=max(_resident_bytes() - before, 0))
 
 
 def _resident_bytes() -> int:

@@ -122,11 +122,11 @@ KeyedEvent = tuple[int, Event]
 MAX_UNREAD_EVENTS = 65_536
 
 
-class EventStream:
+class EventQueue:
     """An `EventSink` that an RPC reads in batches.
 
-    A slow reader gets the events of several steps in one batch. A reader with too many unread
-    events gets no new requests, see `check_room`; its open ones bound what is still added.
+    A slow reader gets the events of several steps in one batch. While `max_unread_events` or more
+    are unread, new requests are refused, see `check_room`. Those that are open still add events.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class OpenRequests:
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self.stream = EventStream(asyncio.get_running_loop())
+        self.stream = EventQueue(asyncio.get_running_loop())
         self._records: dict[int, RequestRecord] = {}
 
     def begin(

@@ -35,7 +35,7 @@ from shared.kv.leases import KvLease, KvLeases, OutOfPages
 from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import SequenceRound
-from shared.tokens import Choice, TreeShape
+from shared.tokens import ShapeOrPlain, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._make_lanes = make_lanes
         self._attachment: Attachment | None = None
         self.policy: LanePolicy | None = None
-        self._last_shape: Choice = None
+        self._last_shape: ShapeOrPlain = None
         # Whether trees were late, so that sequences take plain steps for a while.
         self._is_late = False
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
 from services.target.throughput import FORGET_S, Acceptance, CostTable, compared
-from shared.tokens import Choice, TreeShape
+from shared.tokens import ShapeOrPlain, TreeShape
 
 MIN_GAIN = 1.03
 """A choice replaces the current one if its expected throughput is so many times as high."""
@@ -60,18 +60,18 @@ class LanePolicy:
         self._shapes = tuple(shapes)
         self._config = config
         self._acceptance = Acceptance(prior_fades=True)
-        self._choice: Choice = shapes[0]
-        self._probe: Choice = None
+        self._choice: ShapeOrPlain = shapes[0]
+        self._probe: ShapeOrPlain = None
         self._num_probe_steps = 0
         self._num_left = 0  # steps until the next decision
         self._num_lanes = 0
-        self._seen_s: dict[Choice, float] = {}
-        self._rates: Mapping[Choice, float] = {}
+        self._seen_s: dict[ShapeOrPlain, float] = {}
+        self._rates: Mapping[ShapeOrPlain, float] = {}
         self._may_probe_s = -math.inf
         # Measured seconds minus those of the table, by size of the batch and timed choice.
-        self._offsets_s: dict[int, dict[Choice, float]] = {}
-        self._last_offset_s: dict[tuple[int, Choice], float] = {}
-        self._num_timed: Counter[tuple[int, Choice]] = Counter()
+        self._offsets_s: dict[int, dict[ShapeOrPlain, float]] = {}
+        self._last_offset_s: dict[tuple[int, ShapeOrPlain], float] = {}
+        self._num_timed: Counter[tuple[int, ShapeOrPlain]] = Counter()
 
     @property
     def is_probing(self) -> bool:
@@ -89,7 +89,7 @@ class LanePolicy:
 
     def choose(
         self, num_greedy: int, num_drawn: int, fitting: Iterable[TreeShape], now_s: float
-    ) -> Choice:
+    ) -> ShapeOrPlain:
         """Returns the next step of the lanes. Called for each step.
 
         Args:
@@ -118,7 +118,7 @@ class LanePolicy:
         )
 
     def observe_time(
-        self, choice: Choice, num_lanes: int, seconds: float, *, is_alone: bool = True
+        self, choice: ShapeOrPlain, num_lanes: int, seconds: float, *, is_alone: bool = True
     ) -> None:
         """Adds the time of a round or a plain step.
 
@@ -157,7 +157,7 @@ class LanePolicy:
             for other in offsets_s.keys() - {choice}:
                 offsets_s[other] = max(offsets_s[other] + change_s, 0.0)
 
-    def _offset_s(self, choice: Choice, size: int) -> float:
+    def _offset_s(self, choice: ShapeOrPlain, size: int) -> float:
         """Returns the measured offset from the table. A choice without one in batches of this size
         takes the smallest offset of the others there, or else its own in the nearest size."""
         offsets_s = self._offsets_s.get(size, {})
@@ -186,7 +186,7 @@ class LanePolicy:
         """Begins a probe of the choice with the best optimistic throughput, if it may be the
         fastest."""
         expected = self._expected(num_greedy, num_drawn, fitting, is_hopeful=True)
-        hopes: dict[Choice, float] = {
+        hopes: dict[ShapeOrPlain, float] = {
             choice: rate * self._freshness(choice, now_s)
             for choice, rate in expected.items()
             if choice not in (None, self._choice)
@@ -219,14 +219,14 @@ class LanePolicy:
         self.probe_s += lost_s
         self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
 
-    def _first_round_s(self, choice: Choice, num_lanes: int) -> float:
+    def _first_round_s(self, choice: ShapeOrPlain, num_lanes: int) -> float:
         """Returns what the first round of a choice costs beyond the others, at most. It has no
         trees grown ahead, and waits until the draft is done with those of the shape before."""
         if choice is None or not choice.is_ahead:
             return 0.0
         return self.costs.seconds(replace(choice, is_ahead=False), num_lanes) or 0.0
 
-    def _freshness(self, choice: Choice, now_s: float) -> float:
+    def _freshness(self, choice: ShapeOrPlain, now_s: float) -> float:
         """Returns the factor of an optimistic estimate; it grows with the time since use."""
         return 1.0 + (now_s - self._seen_s.setdefault(choice, now_s)) / FORGET_S
 
@@ -237,7 +237,7 @@ class LanePolicy:
         fitting: tuple[TreeShape, ...],
         *,
         is_hopeful: bool = False,
-    ) -> dict[Choice, float]:
+    ) -> dict[ShapeOrPlain, float]:
         """Returns the expected throughput of each allowed choice, in tokens/s.
 
         Args:
@@ -248,7 +248,7 @@ class LanePolicy:
         size, hope = _size(num_lanes), HOPE if is_hopeful else 0.0
         timed = self._offsets_s.get(size, {})
         candidates = self._config.candidates(num_lanes)
-        rates: dict[Choice, float] = {}
+        rates: dict[ShapeOrPlain, float] = {}
         for shape in self._shapes:
             is_allowed = candidates.steps is None or shape.num_steps in candidates.steps
             seconds = self.costs.seconds(shape, num_lanes)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from services.ranks import Ranks
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
-from services.target.requests.admission import EventStream
+from services.target.requests.admission import EventQueue
 from services.target.requests.request import Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
@@ -45,7 +45,7 @@ class Cut:
     updates: WeightUpdates
 
     async def answer(self) -> list[int]:
-        stream = EventStream(asyncio.get_running_loop())
+        stream = EventQueue(asyncio.get_running_loop())
         sampling = SamplingParams(temperature=0.8, seed=4)
         self.engine.submit(request([1, 2, 3, 4, 5], sampling, StopParams(16)), stream, 0)
         tokens: list[int] = []

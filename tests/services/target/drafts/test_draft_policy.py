@@ -26,7 +26,7 @@ from services.target.drafts.draft_policy import (
     RoundTimes,
 )
 from services.target.throughput import FORGET_S, CostTable
-from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
+from shared.tokens import ANY_TREE, NO_TREE, ShapeOrPlain, TreeRequest, TreeShape
 
 BASE = chain(3)
 PLAIN_S = 0.01
@@ -70,7 +70,7 @@ class World:
             self._round(self.policy.current)
         return (self.num_tokens - before) / (self.now_s - start_s)
 
-    def _round(self, choice: Choice) -> None:
+    def _round(self, choice: ShapeOrPlain) -> None:
         depth = 0 if choice is None else choice.num_steps
         accepted = [self._num_accepted(depth) for _ in range(self.num_sequences)]
         round_s = PLAIN_S + (self.tree_s(depth) if depth else 0.0)
@@ -224,7 +224,7 @@ def test_a_depth_is_chosen_by_what_is_accepted(right: float, depths: set[int]) -
 
 
 def test_without_a_config_a_draft_keeps_its_own_shape() -> None:
-    world, seen = World(DraftPolicy(BASE), 0.95, _cheap), set[Choice]()
+    world, seen = World(DraftPolicy(BASE), 0.95, _cheap), set[ShapeOrPlain]()
     while world.now_s < 4.0:
         world.serve(0.01)
         seen.add(world.policy.current)
@@ -233,7 +233,7 @@ def test_without_a_config_a_draft_keeps_its_own_shape() -> None:
 
 def test_a_pinned_draft_is_asked_for_its_own_shape_or_none() -> None:
     policy = DraftPolicy(BASE, DEFAULT_CONFIG, is_pinned=True)
-    world, seen = World(policy, 0.95, _cheap), set[Choice]()
+    world, seen = World(policy, 0.95, _cheap), set[ShapeOrPlain]()
     while world.now_s < 4.0:
         world.serve(0.01)
         seen.add(world.policy.current)
@@ -242,7 +242,7 @@ def test_a_pinned_draft_is_asked_for_its_own_shape_or_none() -> None:
 
 def test_a_config_without_plain_steps_has_none() -> None:
     config = AdaptiveConfig({1: Candidates(steps=(1, 3), may_pause=False)})
-    world, seen = World(DraftPolicy(BASE, config), 0.0, _dear), set[Choice]()
+    world, seen = World(DraftPolicy(BASE, config), 0.0, _dear), set[ShapeOrPlain]()
     while world.now_s < 10.0:
         world.serve(0.01)
         seen.add(world.policy.current)
@@ -467,7 +467,7 @@ def test_a_trial_takes_few_rounds() -> None:
 def test_a_shape_of_a_breadth_that_is_unknown_is_tried() -> None:
     tree = TreeShape(3, 4, 9)
     config = AdaptiveConfig({1: Candidates(steps=(3,))})
-    world, seen = World(DraftPolicy(tree, config), 0.75, _cheap), set[Choice]()
+    world, seen = World(DraftPolicy(tree, config), 0.75, _cheap), set[ShapeOrPlain]()
     while world.now_s < 4.0:
         world.serve(0.01)
         seen.add(world.policy.current)

@@ -14,7 +14,7 @@ from services.target.engine import Engine
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.runtime.selection_runner import SelectionRunner
-from shared.tokens import Choice
+from shared.tokens import ShapeOrPlain
 from tests.helpers.ahead_cases import (
     CHAIN,
     SAMPLINGS,
@@ -72,7 +72,7 @@ class _Fickle:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self._num_left = 0
-        self.chosen: list[Choice] = []
+        self.chosen: list[ShapeOrPlain] = []
 
     def turn(self, policy: DraftPolicy, num_sequences: int, now_s: float) -> None:
         self._num_left -= 1

@@ -16,7 +16,7 @@ from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
 from services.target.grammars.matcher import MaskedTree, MaskExecutor, Masks
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.policy import Choice, LanePolicy
+from services.target.rounds.policy import LanePolicy, ShapeOrPlain
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.grammar import GrammarKind
@@ -295,7 +295,12 @@ def test_plain_steps_are_timed_from_read_to_read(
     timed: list[float] = []
 
     def observe(
-        policy: LanePolicy, choice: Choice, num_lanes: int, seconds: float, *, is_alone: bool = True
+        policy: LanePolicy,
+        choice: ShapeOrPlain,
+        num_lanes: int,
+        seconds: float,
+        *,
+        is_alone: bool = True,
     ) -> None:
         assert choice is None
         if is_alone:
@@ -324,7 +329,7 @@ def test_the_first_round_of_a_shape_is_not_timed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, num_each: int, *, are_timed: bool
 ) -> None:
     """It waits for what the draft does for the shape before."""
-    shapes, numbers, timed = (TREE, *OTHER_TREES), itertools.count(), list[Choice]()
+    shapes, numbers, timed = (TREE, *OTHER_TREES), itertools.count(), list[ShapeOrPlain]()
     monkeypatch.setattr(
         LanePolicy, "choose", lambda *_: shapes[next(numbers) // num_each % len(shapes)]
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from services.target.adaptive_config import AdaptiveConfig, Candidates
-from services.target.rounds.policy import PROBE_ROUNDS, Acceptance, Choice, LanePolicy
+from services.target.rounds.policy import PROBE_ROUNDS, Acceptance, LanePolicy, ShapeOrPlain
 from services.target.throughput import CostTable
 from shared.tokens import TreeShape
 
@@ -55,13 +55,13 @@ class World:
     rate: Callable[[float], float]
     offset_s: float = 0.0
     beside_s: float = 0.0
-    own_s: Callable[[Choice, int], float] = lambda choice, num_lanes: 0.0
+    own_s: Callable[[ShapeOrPlain, int], float] = lambda choice, num_lanes: 0.0
     costs: CostTable = field(default_factory=_costs)
     now_s: float = 0.0
     num_tokens: int = 0
-    last: Choice = None
+    last: ShapeOrPlain = None
 
-    def run(self, policy: LanePolicy, num_lanes: int, duration_s: float) -> list[Choice]:
+    def run(self, policy: LanePolicy, num_lanes: int, duration_s: float) -> list[ShapeOrPlain]:
         """Steps for so long; returns the choices."""
         source, costs, choices = random.Random(3), self.costs, []
         end_s = self.now_s + duration_s
@@ -102,7 +102,7 @@ class World:
         return count
 
 
-def _usual(choices: list[Choice]) -> Choice:
+def _usual(choices: list[ShapeOrPlain]) -> ShapeOrPlain:
     return max(set(choices), key=choices.count)
 
 
@@ -117,7 +117,7 @@ def _usual(choices: list[Choice]) -> Choice:
     ],
 )
 def test_it_chooses_what_pays_within_a_second(
-    num_lanes: int, rate: float, wanted: set[Choice]
+    num_lanes: int, rate: float, wanted: set[ShapeOrPlain]
 ) -> None:
     policy = LanePolicy(SHAPES, _costs())
     world = World(lambda now_s: rate)
@@ -251,7 +251,7 @@ def test_rounds_whose_masks_take_longer_than_the_device_are_given_up(
     """Masks take a time for each row, of which the table knows nothing. That plain steps have fewer
     rows is known once they are tried."""
 
-    def masks_s(choice: Choice, num_lanes: int) -> float:
+    def masks_s(choice: ShapeOrPlain, num_lanes: int) -> float:
         return row_ms / 1e3 * (1 if choice is None else choice.num_draft_tokens)
 
     policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: rate, own_s=masks_s)

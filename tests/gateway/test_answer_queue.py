@@ -1,4 +1,4 @@
-"""The inbox keeps order, never blocks the writer, and never grows past its bound."""
+"""The queue keeps order, never blocks the writer, and never grows past its bound."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import asyncio
 
 import pytest
 
-from gateway.answer import Inbox
+from gateway.answer import AnswerQueue
 from gateway.failures import Aborted, ClientGone, ClientTooSlow
 from shared.generation import Delta, Started
 
 
-def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:
+def queue(max_unread_tokens: int = 100) -> tuple[AnswerQueue, list[str]]:
     overflows: list[str] = []
-    return Inbox(max_unread_tokens, lambda: overflows.append("overflow")), overflows
+    return AnswerQueue(max_unread_tokens, lambda: overflows.append("overflow")), overflows
 
 
 async def test_all_that_waits_is_taken_at_once_and_in_order() -> None:
-    box, _ = inbox()
+    box, _ = queue()
     box.put(1, Started(0))
     box.put(0, Delta([5]))
     assert await box.take() == [(1, Started(0)), (0, Delta([5]))]
 
 
 async def test_a_reader_is_woken() -> None:
-    box, _ = inbox()
+    box, _ = queue()
     reader = asyncio.create_task(box.take())
     await asyncio.sleep(0)
     box.put(0, Started(0))
@@ -32,7 +32,7 @@ async def test_a_reader_is_woken() -> None:
 
 
 async def test_reading_frees_the_room() -> None:
-    box, overflows = inbox(max_unread_tokens=3)
+    box, overflows = queue(max_unread_tokens=3)
     for _ in range(5):
         box.put(0, Delta([1, 2, 3]))
         await box.take()
@@ -40,7 +40,7 @@ async def test_reading_frees_the_room() -> None:
 
 
 async def test_the_bound_drops_the_backlog_and_is_reported_once() -> None:
-    box, overflows = inbox(max_unread_tokens=3)
+    box, overflows = queue(max_unread_tokens=3)
     for _ in range(5):
         box.put(0, Delta([1, 2]))
     assert overflows == ["overflow"]
@@ -49,7 +49,7 @@ async def test_the_bound_drops_the_backlog_and_is_reported_once() -> None:
 
 
 async def test_closing_wakes_the_reader_with_the_reason() -> None:
-    box, _ = inbox()
+    box, _ = queue()
     reader = asyncio.create_task(box.take())
     await asyncio.sleep(0)
     box.close(ClientGone())
@@ -58,7 +58,7 @@ async def test_closing_wakes_the_reader_with_the_reason() -> None:
 
 
 async def test_what_came_before_an_abort_is_still_read() -> None:
-    box, _ = inbox()
+    box, _ = queue()
     box.put(0, Delta([1, 2]))
     box.end(Aborted("aborted", reason="REQUEST_ABORTED"))
     box.put(0, Delta([3]))
@@ -68,7 +68,7 @@ async def test_what_came_before_an_abort_is_still_read() -> None:
 
 
 async def test_a_delta_is_taken_at_once_only_where_the_reader_waits_for_nothing_else() -> None:
-    box, _ = inbox()
+    box, _ = queue()
     at_once: list[int] = []
 
     def take_now(index: int, delta: Delta) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.target.requests.admission import EventStream
+from services.target.requests.admission import EventQueue
 from shared.errors import QueueFull
 from shared.generation import Delta
 
@@ -14,7 +14,7 @@ EVENT = Delta((1,), (), 0, 0)
 
 
 async def test_steps_that_were_not_read_come_as_one_batch() -> None:
-    stream = EventStream(asyncio.get_running_loop())
+    stream = EventQueue(asyncio.get_running_loop())
     stream.deliver([(1, EVENT), (2, EVENT)])
     stream.deliver([(1, EVENT)])
     await asyncio.sleep(0)
@@ -22,7 +22,7 @@ async def test_steps_that_were_not_read_come_as_one_batch() -> None:
 
 
 async def test_a_reader_that_does_not_read_may_not_ask_for_more() -> None:
-    stream = EventStream(asyncio.get_running_loop(), max_unread_events=3)
+    stream = EventQueue(asyncio.get_running_loop(), max_unread_events=3)
     for _ in range(3):
         stream.check_room()
         stream.put([(1, EVENT)])
