@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
+
 from services.draft.drafters.branch_drafter import (
     BranchLookahead,
     BranchPass,
@@ -292,14 +294,16 @@ class StandaloneDrafter(TreeDrafter):
         grower: TreeGrower,
         *,
         max_context_tokens: int,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Args:
         grower: for the runner's model and pool.
+        generator: see `PassTrees`.
         """
         self.decoder = runner.decoder
         model = DecoderModel(runner.decoder, runner.pool)
         contexts = StandaloneContexts(runner, leases, max_context_tokens=max_context_tokens)
-        branches = BranchDrafter(PassTrees(grower, contexts), contexts)
+        branches = BranchDrafter(PassTrees(grower, contexts, generator), contexts)
         super().__init__(model, contexts, branches, max_context_tokens=max_context_tokens)
 
     def commit(
