@@ -210,7 +210,7 @@ class DraftEngine:
             for link in self._table.links:
                 self._rounds.announce(link)
 
-        return self.between_rounds(replace)
+        return self._call(replace)
 
     @property
     def outcome_budget(self) -> int:
@@ -219,7 +219,7 @@ class DraftEngine:
 
     def set_outcome_budget(self, outcome_budget: int) -> Future[None]:
         """Replaces the outcome budget between two forwards."""
-        return self.between_rounds(lambda: setattr(self._rounds, "outcome_budget", outcome_budget))
+        return self._call(lambda: setattr(self._rounds, "outcome_budget", outcome_budget))
 
     def prepare_when_idle(self) -> Future[None]:
         """From now on captures graphs for trees of `shape` while no sequence is open."""
@@ -227,7 +227,7 @@ class DraftEngine:
         def begin() -> None:
             self._prepares_when_idle = True
 
-        return self.between_rounds(begin)
+        return self._call(begin)
 
     def flush_prefix_cache(self) -> Future[int]:
         """Drops unused cached state; resolves to the pages freed."""
@@ -235,7 +235,7 @@ class DraftEngine:
 
     def gauges(self) -> Future[dict[str, float]]:
         """Resolves to live figures for operators."""
-        return self.between_rounds(
+        return self._call(
             lambda: {
                 "sequence_count": float(len(self._table)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
@@ -264,16 +264,25 @@ class DraftEngine:
         """
 
         def call() -> T:
-            if self._has_ended:
-                raise EngineFailed.of()
             with self._mapped.between_rounds():
                 return function()
+
+        return self._call(call)
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function on the engine thread that queues no work on the device, so that rounds
+        need not wait for it. Raises as `between_rounds`."""
+
+        def call() -> T:
+            if self._has_ended:
+                raise EngineFailed.of()
+            return function()
 
         return self._inbox.call(call)
 
     def check(self) -> Future[None]:
         """Asserts the drafter's invariants on the engine thread."""
-        return self.between_rounds(self._drafter.check)
+        return self._call(self._drafter.check)
 
     def _run(self) -> None:
         try:

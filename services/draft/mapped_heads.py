@@ -103,9 +103,11 @@ class MappedHeads:
         workers = [share.worker for share in self._shares if share.worker is not None]
         for worker in workers:
             worker.hold_caller()
-        yield
-        for worker in workers:
-            worker.wait_for_caller()
+        try:
+            yield
+        finally:  # what was queued before an error still has to come before the next rounds
+            for worker in workers:
+                worker.wait_for_caller()
 
     def _open(self, link: int, command: OpenMapped, num_target_ids: int) -> None:
         from shared.runtime.mapped_head_worker import MappedHeadWorker

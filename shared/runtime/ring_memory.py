@@ -124,7 +124,11 @@ def open_memory(address: RingAddress, size_bytes: int, device: torch.device) -> 
 def _create_file(size_bytes: int) -> RingMemory:
     token = secrets.token_hex(16)
     path = _path(token)
-    elements = _mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, size_bytes)
+    try:
+        elements = _mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, size_bytes)
+    except OSError:  # there is no room for it
+        path.unlink(missing_ok=True)
+        raise
     memory = RingMemory(RingAddress(shared_file=token), elements)
     weakref.finalize(memory, path.unlink, missing_ok=True)
     return memory

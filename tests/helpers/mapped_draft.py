@@ -42,6 +42,7 @@ class MappedDraft:
         spoils: changes the trees `[S, 2, T]` before they are written.
         is_frozen: it does not react to announced rounds.
         is_full: it refuses messages.
+        is_preparing: it takes messages and answers none.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class MappedDraft:
         self.num_opened = 0
         self.spans: list[tuple[str, float, float]] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
-        self.is_full = False
+        self.is_full = self.is_preparing = False
         self._is_thawed = threading.Event()
         self._is_thawed.set()
         self._engine, self._name = engine, name
@@ -101,6 +102,8 @@ class MappedDraft:
         """Takes the commands after a round trip through their wire form."""
         if self.is_full:
             return False
+        if self.is_preparing:
+            return True
         self.num_opened += len(message.opened)
         for sent in message.commands:
             command = command_from_message(command_message(sent))

@@ -171,7 +171,11 @@ class Attachments:
         if attachment is None:
             return
         attachment.report = offer.report
-        attachment.policy.is_pinned = offer.report.pinned_shape is not None
+        attachment.policy.is_pinned = any(
+            draft.report.pinned_shape is not None
+            for draft in self.drafts.live
+            if draft.policy is attachment.policy
+        )
         attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming)
         if attachment.warm_up.is_on(offer.arrived_s):
             # The draft says that its trees will be late.

@@ -235,8 +235,15 @@ class DraftExchange:
                 logger.info("the head of %s takes part in rounds through mapped memory", name)
                 return
         attachment.mapped.head.close()
-        attachment.mapped = None
+        attachment.mapped = attachment.mapped_offer = None
         self._pushed.open(attachment)
+        self._map_another_head()
+
+    def _map_another_head(self) -> None:
+        """Has the head of another draft take the place in rounds that one has left or declined."""
+        for draft in self.attachments.drafts.live:
+            if not self._has_head:
+                self._factory.map_head(draft)
 
     @property
     def _has_head(self) -> bool:
@@ -267,9 +274,7 @@ class DraftExchange:
         self._rounds.close(attachment)
         if attachment is not None and attachment.mapped is not None:
             attachment.mapped.head.close()
-            for draft in self.attachments.drafts.live:  # another head may take its place
-                if not self._has_head:
-                    self._factory.map_head(draft)
+            self._map_another_head()
         if attachment is not None and attachment.feature_spec is not None:
             self._features.close(attachment.feature_spec)
 

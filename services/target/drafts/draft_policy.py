@@ -386,7 +386,10 @@ class DraftPolicy:
         is_new_size = _size(batch) != _size(self._num_sequences)
         self._num_sequences = batch
         self._seen_s[self.current] = now_s
-        if self.choice not in (options := self._options(batch)):
+        options = self._options(batch)
+        if self._trial is not None and self._trial.choice not in options:
+            self._trial = None  # it is for other sizes of the batch
+        if self.choice not in options:
             self.choice, self._trial = options[0], None
         elif len(options) == 1:
             return

@@ -9,6 +9,7 @@ row of width W beside the K and V of all layers, a few per cent of the memory.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from shared.kv.upload import uploaded_numbers
 from shared.models.decoder import ROUTES
 from shared.models.heads.feature_spec import FeatureSpec as ComputedFeatures
 from shared.runtime.mapped_rounds import FeatureAddress
-from shared.runtime.ring_memory import share_memory, shared_part
+from shared.runtime.ring_memory import RingMemory, RingUnavailable, share_memory, shared_part
 from shared.runtime.runner import RunnerOutput
+
+logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 8
 """Layers that a draft may read. Published heads read one to six."""
@@ -122,13 +125,19 @@ class FeatureStore:
         device: torch.device, is_file: bool = False,
     ) -> None:  # fmt: skip
         """Args:
-        is_file: keep the rows in an in-memory file, which other processes can map.
+        is_file: keep the rows in an in-memory file, which other processes can map, if there is
+            room for one.
         """
         self.spec = spec
         self._num_layers = num_layers
         width = spec.width(hidden_size)
         size_bytes = num_slots * width * spec.dtype.itemsize
-        self._file = share_memory(size_bytes, device) if is_file else None
+        self._file: RingMemory | None = None
+        if is_file:
+            try:
+                self._file = share_memory(size_bytes, device)
+            except RingUnavailable as error:
+                logger.warning("features cannot be shared with other processes: %s", error)
         if self._file is None:
             self._rows = torch.zeros((num_slots, width), dtype=spec.dtype, device=device)
         else:

@@ -48,16 +48,21 @@ class MappedRounds:
     Attributes:
         store: the features that the head reads; None where it reads none.
         source: the head and its shapes, without pages, which a draft names once it is ready.
+        model_id: the model with which the shapes were measured last.
         shapes: set and measured when a draft is ready for the first time.
     """
 
     head: MappedHead
     store: FeatureStore | None
     source: RoundSource
+    model_id: str
     shapes: RoundShapes | None = None
 
     def open(self, attachment: Attachment) -> None:
         """Has a draft map the memory and prepare for rounds of all sizes."""
+        if self.model_id != attachment.identity.model_id and self.shapes is not None:
+            self.shapes.forget_costs()
+        self.model_id = attachment.identity.model_id
 
         def send(commands: SequenceOf[MappedCommand]) -> bool:
             return attachment.port.send(DraftMessage(commands=list(commands)))
@@ -126,7 +131,7 @@ class RoundFactory:
                 # Place 0 is that of a head in this process.
                 head, place = self._head(kind, store), 1 + len(self._mapped)
                 source = RoundSource(head, (), trees, context, offer.is_pinned, place)
-                rounds = MappedRounds(head, store, source)
+                rounds = MappedRounds(head, store, source, attachment.identity.model_id)
                 self._mapped.append(rounds)
         except RingUnavailable as error:
             logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)

@@ -276,6 +276,10 @@ class RoundShapes:
                 self._costs = self._measure()
         return self._costs
 
+    def forget_costs(self) -> None:
+        """Has the times measured anew, because the head's model is another one."""
+        self._costs = None
+
     def _measure(self) -> CostTable:
         timer = StepTimer(self._target)
         table = CostTable(timer.plain(self.max_sequences))

@@ -105,5 +105,8 @@ def test_targets_have_pages_and_workers_of_their_own(monkeypatch: pytest.MonkeyP
     with heads.between_rounds():
         workers[1].events.append("other weights")
     assert workers[1].events[-3:] == ["hold", "other weights", "wait"]
+    with pytest.raises(ZeroDivisionError), heads.between_rounds():
+        raise ZeroDivisionError
+    assert workers[1].events[-2:] == ["hold", "wait"], "what was queued before comes first"
     assert workers[2].events[-2:] == ["hold", "wait"]
     assert "hold" not in workers[0].events

@@ -250,6 +250,29 @@ def test_a_config_without_plain_steps_has_none() -> None:
     assert world.policy.choice == chain(1)
 
 
+@pytest.mark.parametrize(("num_sequences", "choice"), [(1, BASE), (16, None)])
+def test_a_trial_ends_where_the_number_of_sequences_allows_one_choice(
+    num_sequences: int, choice: ShapeOrPlain
+) -> None:
+    """Trees always, or never: whatever is on trial for 4 sequences."""
+    may_pause = {"steps": (3,), "may_pause": True}
+    config = AdaptiveConfig({
+        1: Candidates(steps=(3,)),
+        2: Candidates(**may_pause),
+        8: Candidates(steps=(), may_pause=True),
+    })  # fmt: skip
+    world = World(DraftPolicy(BASE, config), 0.75, _cheap)
+    while world.policy.current is choice or not world.policy.is_trying:
+        # Plain steps are tried while trees are chosen, trees while plain steps are.
+        world.tree_s = _cheap if choice is not None else _dear
+        world.serve(0.01)
+        assert world.now_s < 60.0
+    world.num_sequences = num_sequences
+    world.serve(1.0)
+    assert not world.policy.is_trying
+    assert world.policy.current == choice
+
+
 def test_what_a_number_of_sequences_does_not_allow_is_left_at_once() -> None:
     config = AdaptiveConfig({1: Candidates(steps=(3,)), 8: Candidates(steps=(), may_pause=True)})
     world = World(DraftPolicy(BASE, config), 0.75, _cheap)

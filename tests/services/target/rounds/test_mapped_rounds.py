@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -252,6 +254,39 @@ def test_another_draft_takes_the_place_of_one_that_left(pair: Pair, is_dropped: 
         assert any(isinstance(each, OpenMapped) for each in second.commands)
         assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
         assert setup.num_rounds > 0
+
+
+def test_another_draft_takes_the_place_of_one_that_declines(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        first = MappedDraft(pair, setup.engine, "first", TREE)
+        setup.drafts.append(first)
+        first.is_preparing = True
+        setup.engine.attach(first.attachment)
+        settle(setup.engine)
+        second = setup.attach("second")
+        assert not second.commands
+        setup.engine.map_head("first", ())
+        settle(setup.engine)
+        second.settle()
+        settle(setup.engine)
+        assert any(isinstance(each, OpenMapped) for each in second.commands)
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert setup.num_rounds > 0
+
+
+def test_without_room_for_shared_features_a_draft_pushes_its_trees(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with _setup(pair) as setup:
+        draft = setup.attach()
+        assert "features cannot be shared" in caplog.text
+        assert draft.attachment.mapped is draft.attachment.refusal is None
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert draft.num_opened == len(PROMPTS)
 
 
 def test_a_draft_that_comes_back_finds_everything_made(pair: Pair) -> None:
