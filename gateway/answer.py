@@ -186,7 +186,8 @@ class Answer:
                 watch.cancel()
             self.cancel()
             num_output = record.end(self.choices, error)
-            if self._quota is not None and num_output:  # a request without output is free
+            # A request that failed without output is free.
+            if self._quota is not None and (num_output or error is None):
                 self._quota.charge(self.plan.num_prompt_tokens + num_output)
             gateway.open_answers.discard(self)
             gateway.lifecycle.count(-1)

@@ -109,6 +109,7 @@ class Choice:
         )
         self._num_characters = 0
         self._texts: list[str] = []
+        self._rest = ""  # what was held back until the end
         self._token_ids: list[int] = []
         self._scores: list[TokenScore] = []
         self._rounds: list[dict[str, Any]] = []
@@ -156,10 +157,12 @@ class Choice:
     def finish(self, event: Finished) -> None:
         """Ends the choice; text that was held back becomes output."""
         rest = self._detokenizer.flush()
-        if rest:
-            self._add_text(rest)
+        if self._stops is not None and rest:
+            rest = self._stops.push(rest)
+            self.matched_stop = self._stops.matched
         if self._stops is not None and self.matched_stop is None:
-            self._texts.append(self._stops.flush())
+            rest += self._stops.flush()
+        self._rest = rest
         self.ended_s = time.perf_counter()
         stopped = self.matched_stop is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
@@ -185,11 +188,12 @@ class Choice:
             return piece
         parts: Sequence[Part] = ()
         if self._parser is None:
-            text = "".join(self._texts)
+            text = "".join(self._texts) + self._rest
         else:
             parts = self._parsed(self._parser)
             text = "".join(part.text for part in parts if isinstance(part, Content))
         self._texts.clear()
+        self._rest = ""
         if not (text or parts or self._rounds or (self.finish_reason and self._token_ids)):
             return None
         piece = Piece(text, self._token_ids, self._scores, self._rounds, parts)
@@ -227,6 +231,7 @@ class Choice:
         """Returns the parts of the new text."""
         parts = parser.push_tokens(self._texts)
         if self.finish_reason is not None:
+            parts += parser.push(self._rest)  # no token's own, so that it counts as none
             parts += parser.flush()
         if self._options.include_reasoning:
             return parts

@@ -131,7 +131,8 @@ def output_constraint(constraint: Constraint | None, output: ChatOutput | None) 
                 toolbox, calls = _enforceable_tools(toolbox, notices)
             output = replace(output, toolbox=toolbox)
         try:
-            grammar = output.grammar(grammar)
+            with client_names({"grammar": field}):
+                grammar = output.grammar(grammar)
         except RecursionError as error:
             message = "the schema of a tool refers to itself too deeply"
             raise InvalidArgument.of("TOOL_SCHEMA_UNSUPPORTED", "tools", message) from error

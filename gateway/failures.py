@@ -157,7 +157,7 @@ FAILURES = (OutriderError, RequestValidationError, HTTPException, ClientGone)
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Returns the error response of a request that has sent no byte yet."""
-    path = request.url.path
+    path = request.scope["path"]  # the URL of a worker's own socket has that socket's path
     match error:
         case OutriderError():
             return error_response(error, path)

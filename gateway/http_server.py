@@ -57,6 +57,8 @@ FILES_PREFIX = "/playground/"
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
 )
+_READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_GENERATING_GET = "/health_generate"
 # A client at its limit must be able to end requests.
 _FREE_PATHS = re.compile(r"/abort_request|/v1/responses/[^/]+/cancel")
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -387,8 +389,8 @@ class Access:
     """Admits requests with an API key, within the key's limits.
 
     Probes, metrics, documentation and the playground's page need no key. OpenAI's clients send the
-    key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`. Only POST requests count
-    against the limits: others cost nearly nothing.
+    key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`. Requests that only read or
+    delete do not count against the limits: they cost nearly nothing.
     """
 
     def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
@@ -411,7 +413,8 @@ class Access:
             await problem.response(path)(scope, receive, send)
             return
         current_quota.set(quota)
-        if scope["method"] != "POST" or _FREE_PATHS.fullmatch(path):
+        is_reading = scope["method"] in _READING and path != _GENERATING_GET
+        if is_reading or _FREE_PATHS.fullmatch(path):
             await self._app(scope, receive, send)
             return
         try:

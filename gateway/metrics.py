@@ -273,7 +273,7 @@ class RequestRecord:
         outcome = "finished" if error is None else outcome
         counts = {
             "prompt": plan.num_prompt_tokens,
-            "cached_prompt": sum(choice.num_cached_tokens for choice in choices),
+            "cached_prompt": sum(c.num_cached_tokens for c in choices[:: plan.num_choices]),
             "output": sum(choice.num_output_tokens for choice in choices),
             "accepted_draft": sum(choice.num_accepted for choice in choices),
         }

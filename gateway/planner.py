@@ -341,6 +341,9 @@ class Planner:
         requested, constraint = constraint_of(body), OutputConstraint()
         if requested is not None or output is not None:
             constraint = await _output_constraint(requested, output)
+            if output is not None and requested and constraint.grammar is requested.grammar:
+                # The grammar is that of the whole output, so there is no reasoning in it.
+                output = replace(output, starts_inside=False)
         if body.truncate_prompt_tokens is not None:
             prompts = [truncated(prompt, body, model, length.max_tokens) for prompt in prompts]
         # A target draws one token even where the request asks only about its prompt.

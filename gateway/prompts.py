@@ -4,6 +4,7 @@ would block the event loop, and every stream with it, runs in a thread."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -118,13 +119,22 @@ def chat_text(
     if custom:
         _check_roles(template, messages, custom)
     begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
-    rendered = template.render(messages, add_generation_prompt=begins_answer, variables=variables)
     if not body.continue_final_message:
-        return rendered
+        return template.render(messages, add_generation_prompt=begins_answer, variables=variables)
     if body.add_generation_prompt:
         message = "continue_final_message is set beside add_generation_prompt; only one may be"
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
-    return _up_to_final(rendered, messages[-1]["content"])
+    # The answer continues the last message, whose end in the prompt is found by a mark.
+    final, mark = messages[-1], uuid.uuid4().hex
+    text_of_final = final["content"]
+    if not text_of_final.strip():
+        raise _nothing_to_continue()
+    marked = [*messages[:-1], {**final, "content": text_of_final + mark}]
+    rendered = template.render(marked, add_generation_prompt=False, variables=variables)
+    end = rendered.rfind(mark)
+    if end < 0:
+        raise _nothing_to_continue()
+    return rendered[:end]
 
 
 def _check_template(source: str, limit: int) -> None:
@@ -184,20 +194,9 @@ def _text_of(message: ChatMessage) -> str:
     return content or ""
 
 
-def _up_to_final(rendered: str, final: str) -> str:
-    """Returns the prompt up to the end of the last message's text, which the answer continues.
-
-    Raises:
-        InvalidArgument: the message has no text, or the template does not write it.
-    """
-    bare = final.strip()
-    start = rendered.rfind(bare) if bare else -1
-    if start < 0:
-        message = "continue_final_message needs text in the last message, written by the template"
-        raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
-    whole = final.lstrip()  # some templates trim the text
-    kept = whole if rendered.startswith(whole, start) else bare
-    return rendered[: start + len(kept)]
+def _nothing_to_continue() -> InvalidArgument:
+    message = "continue_final_message needs text in the last message, written by the template"
+    return InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
 
 
 def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:

@@ -105,9 +105,9 @@ def _is_from_client(scope: Scope) -> bool:
 
 def _merge(method: str, path: str) -> Merge | None:
     """Returns the function that merges the answers; None for requests that one worker answers."""
-    if path in ("/health", "/ready"):
+    if method in ("GET", "HEAD") and path in ("/health", "/ready", "/ping"):
         return _health
-    if path == "/metrics":
+    if method == "GET" and path == "/metrics":
         return _metrics
     if path in _SUMMED:
         return _summed
@@ -119,7 +119,9 @@ def _merge(method: str, path: str) -> Merge | None:
 def _message(scope: Scope, body: bytes) -> bytes:
     """Returns the same request as HTTP/1.0, whose response ends with the connection."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    lines = [scope["method"].encode() + b" " + target + b" HTTP/1.0"]
+    # An answer to HEAD would have no body to merge.
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    lines = [method.encode() + b" " + target + b" HTTP/1.0"]
     lines += [name + b": " + value for name, value in scope["headers"] if name in _FORWARDED]
     lines += [b"content-length: %d" % len(body), b"", body]
     return b"\r\n".join(lines)

@@ -118,11 +118,18 @@ def _empty_block(part: Part) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """Parses the arguments of a call; empty if the call was cut off."""
+    """Returns the arguments of a call as the model wrote them, for `orjson`; empty if they are no
+    object, because the call was cut off."""
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return {}
+        is_object = isinstance(json.loads(arguments, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return orjson.Fragment(arguments) if is_object else {}
+
+
+def _refuse(constant: str) -> None:
+    """Raises: ValueError, as `NaN` and infinities are not JSON."""
+    raise ValueError(constant)
 
 
 class MessageEncoder:

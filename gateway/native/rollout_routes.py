@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -338,7 +337,7 @@ def _safetensors(body: TensorUpdate) -> bytes:
         raise InvalidArgument.of("WEIGHT_PARTS_DIFFER", field, message)
     try:
         return base64.b64decode(parts[0], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         message = f"{field} is not base64: {error}"
         raise InvalidArgument.of("WEIGHTS_NOT_BASE64", field, message) from error
 

@@ -262,18 +262,30 @@ def _calls(family: str, tools: tuple[Tool, ...], *, is_single: bool) -> Tag:
 
 
 def format_of(grammar: Grammar) -> Tag | None:
-    """Returns a grammar as a part of a structural tag; None for a kind that cannot be a part."""
+    """Returns a grammar as a part of a structural tag; None for a kind that cannot be a part.
+
+    Raises:
+        InvalidArgument: it has to be JSON and is not.
+    """
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return {"type": "json_schema", "json_schema": json.loads(grammar.text)}  # may be `true`
+        return {"type": "json_schema", "json_schema": _parsed(grammar)}  # may be `true`
     if grammar.kind is GrammarKind.REGEX:
         return regex(grammar.text)
     if grammar.kind is GrammarKind.CHOICES:
         return any_of([text(choice) for choice in grammar.source])
     if grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        tag = json.loads(grammar.text)
+        tag = _parsed(grammar)
         inner = tag.get("format") if isinstance(tag, dict) else None
         return inner if isinstance(inner, dict) else None
     return None
+
+
+def _parsed(grammar: Grammar) -> Any:
+    try:
+        return json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        message = f"grammar is {grammar.text[:64]!r}, which is not JSON: {error}"
+        raise InvalidArgument.of("GRAMMAR_INVALID", "grammar", message) from error
 
 
 def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:

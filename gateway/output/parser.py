@@ -255,6 +255,14 @@ class CallArguments:
 Part: TypeAlias = Content | Reasoning | CallBegun | CallArguments
 
 
+def without_surrogates(text: str) -> str:
+    """Returns text with U+FFFD in place of lone surrogates. Models may write them as escapes, and
+    UTF-8 has no bytes for them."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class Parts:
     """Collects the parts that a format finds.
 
@@ -297,6 +305,7 @@ class Parts:
 
     def content(self, text: str) -> None:
         """Adds text for the user."""
+        text = without_surrogates(text)
         if self._awaits_content:
             text = self._space + text
             if not text.strip():
@@ -310,7 +319,7 @@ class Parts:
         """Adds reasoning."""
         if text:
             self._is_answer_plain = False
-            self._add(Reasoning(text))
+            self._add(Reasoning(without_surrogates(text)))
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         """Adds a call; returns the function that adds pieces of its arguments.
@@ -321,9 +330,10 @@ class Parts:
         index = self._num_calls
         self._num_calls += 1
         self._awaits_content, self._is_answer_plain, self._space = True, False, ""
+        name = without_surrogates(name)
         self._parts.append(CallBegun(index, call_id or self._new_call_id(), name))
 
-        return lambda text: self._add(CallArguments(index, text))
+        return lambda text: self._add(CallArguments(index, without_surrogates(text)))
 
     def _add(self, part: Content | Reasoning | CallArguments) -> None:
         """Adds a part, merged with the last part if that is of the same kind."""

@@ -119,7 +119,7 @@ def _text_of(written: str) -> str | None:
     """Returns the value of a JSON string; None for anything else."""
     try:
         value = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -19,7 +20,7 @@ from gateway.api_keys import current_quota, owner_of_request
 from gateway.bodies import chat_completion
 from gateway.choice import Choice, FinalChoice
 from gateway.event_stream import OnEnd, respond, whole_answer
-from gateway.failures import Aborted, Problem, give_notice, json_response
+from gateway.failures import Aborted, ClientGone, Problem, give_notice, json_response
 from gateway.planner import Plan
 from gateway.responses.answer import ResponseEncoder
 from gateway.responses.chat import (
@@ -57,6 +58,7 @@ from gateway.serving import Gateway
 from shared.errors import InvalidArgument, NotFound, OutriderError, QueueFull
 from shared.text import Tokenizer
 
+_log = logging.getLogger(__name__)
 _MAX_RUNNING = 256
 _POLL_S = 0.25
 _CHATS, _CONVERSATIONS = "/v1/chat/completions", "/v1/conversations"
@@ -180,6 +182,10 @@ class BackgroundResponses:
             problem = Problem.of(error)
             fields = {"code": "server_error", "message": problem.message}
             self._fail(response, "failed", fields)
+        except Exception:
+            _log.exception("response %s failed", response.plan.chat.request_id)
+            fields = {"code": "server_error", "message": "the gateway failed; see its log"}
+            self._fail(response, "failed", fields)
         finally:
             self._num_bytes -= num_bytes
             del self._running[owner, response.plan.chat.request_id]
@@ -301,7 +307,7 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
 def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundResponses) -> None:
     @app.get("/v1/responses/{response_id}", tags=["openai"])
     async def retrieve(
-        response_id: str, stream: bool = False, starting_after: int = -1
+        request: Request, response_id: str, stream: bool = False, starting_after: int = -1
     ) -> Response:
         owner = owner_of_request()
         running = background.find(owner, response_id)
@@ -309,7 +315,7 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
             return json_response((await store.response(owner, response_id)).body)
         if running is not None and running.plan.chat.body.stream:
             return _events(running.follow(starting_after))
-        stored = await _ended(store, owner, response_id)
+        stored = await _ended(store, owner, response_id, request)
         if stored.events is None:
             message = "stream is true; the response was not made with stream and background"
             raise InvalidArgument.of("STREAM_NOT_KEPT", "stream", message)
@@ -345,18 +351,22 @@ def _add_stored(app: FastAPI, store: ResponseStore, background: BackgroundRespon
         return item_list(stored.input, after, limit, order)
 
 
-async def _ended(store: ResponseStore, owner: str, response_id: str) -> StoredResponse:
+async def _ended(
+    store: ResponseStore, owner: str, response_id: str, request: Request
+) -> StoredResponse:
     """Returns a stored response. If it has events, waits until it has ended: a response that runs
     in another worker is stored with its events only then.
 
     Raises:
         NotFound: no response with this id is stored for `owner`.
+        ClientGone: the client went away while it waited.
     """
-    while True:
+    while not await request.is_disconnected():
         stored = await store.response(owner, response_id)
         if stored.events is None or not stored.is_running:
             return stored
         await asyncio.sleep(_POLL_S)
+    raise ClientGone
 
 
 def _events(events: AsyncIterator[bytes]) -> Response:

@@ -194,6 +194,31 @@ async def test_tokens_are_charged_when_a_request_has_ended(
         assert (await _chat(client, "a")).status_code == 200
 
 
+async def test_scored_prompts_are_charged(make_gateway: MakeGateway, target: FakeTarget) -> None:
+    gateway = await make_gateway(target, quotas=_quotas(Clock(), tokens_per_minute=10))
+    body = {"model": "fake", "prompt": [5] * 100, "max_tokens": 0, "echo": True, "logprobs": 1}
+    async with http_client(gateway) as client:
+        headers = {"authorization": "Bearer a"}
+        scored = await client.post("/v1/completions", json=body, headers=headers)
+        assert scored.status_code == 200
+        refused = await client.post("/v1/completions", json=body, headers=headers)
+        assert (await error_of(refused))[2] == "tokens_limit_exceeded"
+
+
+async def test_every_request_that_generates_counts(
+    make_gateway: MakeGateway, target: FakeTarget
+) -> None:
+    gateway = await make_gateway(target, quotas=_quotas(Clock(), requests_per_minute=1))
+    body = {"text": "then", "sampling_params": {"max_new_tokens": 2}}
+    async with http_client(gateway) as client:
+        headers = {"authorization": "Bearer a"}
+        assert (await client.put("/generate", json=body, headers=headers)).status_code == 200
+        for method, path in (("PUT", "/generate"), ("GET", "/health_generate")):
+            refused = await client.request(method, path, json=body, headers=headers)
+            assert refused.status_code == 429
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_what_no_target_takes_costs_no_tokens(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:

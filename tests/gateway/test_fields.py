@@ -30,6 +30,7 @@ from tests.gateway.driving import (
     say,
 )
 from tests.gateway.test_failures import COMPLETION
+from tests.gateway.thinking_model import TEMPLATE
 from tests.helpers.fake_target import FakeTarget
 
 BOTH = (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION))
@@ -193,11 +194,44 @@ async def test_a_long_text_is_cut_where_it_may_be(
         assert (await error_of(response))[:2] == (400, "truncate_prompt_tokens")
 
 
-async def test_the_answer_continues_the_last_message(
-    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
+async def test_a_grammar_of_the_whole_output_leaves_no_reasoning(
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
 ) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "the quick"}]
-    expected = await ids_of(tokenizer, PROMPT + "the quick")
+    """Even if the prompt has opened it: the grammar does not let the model close it."""
+    assert thinking_text.template is not None
+    opened = thinking_text.template.replaced(f"{TEMPLATE}<think>")
+    gateway = await make_gateway(target, text=replace(thinking_text, template=opened))
+    await say(target, thinking_text.tokenizer, "the fox")
+    body = {**CHAT, "guided_grammar": 'root ::= "the fox"'}
+    message = (await post(gateway, "/v1/chat/completions", body)).json()["choices"][0]["message"]
+    assert message["content"] == "the fox"
+    assert "reasoning_content" not in message
+    # What has to be JSON to be combined with reasoning, and is not, is the client's error.
+    for field in ("guided_json", "structural_tag"):
+        refused = await post(gateway, "/v1/chat/completions", {**CHAT, field: "not json"})
+        assert (await error_of(refused))[::2] == (400, "grammar_invalid")
+
+
+@pytest.mark.parametrize("stop", [None, ["zzz"]])
+async def test_reasoning_that_is_cut_off_has_the_outputs_tokens(
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText, stop: Any
+) -> None:
+    assert thinking_text.template is not None
+    opened = thinking_text.template.replaced(f"{TEMPLATE}<think>")
+    gateway = await make_gateway(target, text=replace(thinking_text, template=opened))
+    await say(target, thinking_text.tokenizer, "the quick brown fox jumps")
+    body = {**CHAT, "max_tokens": 3, "stop": stop}
+    usage = (await post(gateway, "/v1/chat/completions", body)).json()["usage"]
+    assert usage["completion_tokens"] == usage["reasoning_tokens"] == 3
+
+
+@pytest.mark.parametrize("final", ["the quick", "<", "end", "the "])
+async def test_the_answer_continues_the_last_message(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer, final: str
+) -> None:
+    """Even where the template's own end of a message holds the same text."""
+    messages = [*MESSAGES, {"role": "assistant", "content": final}]
+    expected = await ids_of(tokenizer, PROMPT + final)
     body = {**CHAT, "messages": messages, "continue_final_message": True, "max_tokens": 2}
     claude = {"model": "fake", "messages": messages, "max_tokens": 2}
     for url, asked in (("/v1/chat/completions", body), ("/v1/messages", claude)):

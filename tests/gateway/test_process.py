@@ -84,6 +84,10 @@ async def test_sigterm_finishes_streams_and_refuses_new_work(
     assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
 
 
+def _request(client: httpx.AsyncClient, body: object) -> httpx.Request:
+    return client.build_request("POST", "/v1/chat/completions", json=body)
+
+
 @pytest.mark.parametrize("process", [("--drain-grace-s", "0")], indirect=True)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_left_at_the_end_of_the_grace_is_told_so(
@@ -93,11 +97,14 @@ async def test_what_is_left_at_the_end_of_the_grace_is_told_so(
     target.hold_after = 1
     body = {**CHAT, "stream": stream, "max_tokens": 6, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
-        answer = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        answer = asyncio.create_task(client.send(_request(client, body), stream=True))
         await target.until(lambda: len(target.submits) == 1)
+        if stream:
+            await answer  # its head has come, with the first token
         gateway.send_signal(signal.SIGTERM)
         response = await answer
-    error = events(response.content)[-1]["error"] if stream else response.json()["error"]
+        content = await response.aread()
+    error = events(content)[-1]["error"] if stream else response.json()["error"]
     assert (response.status_code, error["code"]) == (200 if stream else 503, "server_draining")
     assert "it gave requests 0 s to finish" in error["message"]
     _, log = await asyncio.wait_for(gateway.communicate(), 60.0)

@@ -99,6 +99,14 @@ async def test_workers_answer_as_one_gateway(workers: Running, target: FakeTarge
     held = (await clients[0].post("/v1/responses", json={**body, "stream": False})).json()["id"]
     await eventually(lambda: target.num_open == 1)
     assert [(await client.get("/load")).json() for client in clients] == [{"server_load": 1}] * 16
+    for probe in ("/health", "/ready", "/ping"):
+        probed = await clients[0].head(probe)
+        assert (probed.status_code, probed.content) == (200, b"")
+        assert (await clients[0].get(probe)).json()["workers"] == ["serving", "serving"]
+        assert (await clients[0].delete(probe)).status_code == 405
+    for path in ("/metrics", "/load"):
+        refused = await clients[0].put(path)
+        assert refused.json()["error"]["message"] == f"there is no PUT {path}; see /docs"
     cancelled = [(await client.post(f"/v1/responses/{held}/cancel")).json() for client in clients]
     assert {each["status"] for each in cancelled} == {"cancelled"}
 

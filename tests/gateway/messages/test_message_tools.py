@@ -57,6 +57,26 @@ def _shapes(blocks: list[dict[str, Any]]) -> list[Any]:
     return [block.get("text", block.get("thinking", block.get("input"))) for block in blocks]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (f'{{"city": {10**30}}}', {"city": 10**30}),
+        ("[1]", {}),
+        ("null", {}),
+        ('{"city": NaN}', {}),
+        ('"\\ud800"', {}),
+    ],
+)
+async def test_a_calls_input_is_an_object_as_the_model_wrote_it(
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText, arguments: str,
+    shown: dict[str, Any],
+) -> None:  # fmt: skip
+    call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    await say(target, thinking_text.tokenizer, call)
+    message = (await _post(make_gateway, target, thinking_text, BODY)).json()
+    assert [block["input"] for block in message["content"]] == [shown]
+
+
 @pytest.mark.parametrize("per_step", [1, 4])
 async def test_blocks_are_the_same_whole_and_streamed(
     make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText, per_step: int

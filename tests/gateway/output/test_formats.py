@@ -234,6 +234,22 @@ def test_any_arguments_arrive_as_written(
     assert whole(parse(_format(family), pieces)) == ("", [("add", written)], "")
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud83d"}</tool_call>'),
+        ("pythonic", "[add(s='\\ud83d')]"),
+    ],
+)
+def test_a_lone_surrogate_that_was_escaped_can_be_sent(family: str, text: str) -> None:
+    _, calls, _ = whole(parse(_format(family), [text]))
+    assert calls
+    for name, arguments in calls:
+        assert f"{name}{arguments}".encode()
+        assert "\ufffd" in f"{name}{arguments}" or "\\ud83d" in arguments
+
+
 def test_arguments_stream_before_they_are_whole() -> None:
     parser = OutputParser(FAMILIES["hermes"].read(SCHEMAS), lambda: "c")
     assert parser.push('<tool_call>{"name": "add", "argum') == [CallBegun(0, "c", "add")]

@@ -250,6 +250,23 @@ async def test_a_failure_in_the_background_is_kept(
     assert failed.error.code == "server_error"
 
 
+async def test_a_response_that_the_gateway_fails_is_kept_as_failed(
+    keeper: httpx.AsyncClient,
+    keeping: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gateway.responses.answer.ResponseEncoder.closing", fail)
+    queued = await respond(keeper, background=True)
+    await eventually(lambda: "ZeroDivisionError" in caplog.text)
+    await eventually(lambda: keeping.lifecycle.num_open == 0)
+    failed = (await keeper.get(f"/v1/responses/{queued['id']}")).json()
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+
+
 async def test_a_response_in_the_background_holds_a_place_of_its_key(
     make_gateway: MakeGateway, target: FakeTarget, store: ResponseStore
 ) -> None:
