@@ -45,7 +45,7 @@ class KeyLimits:
     """Limits of one key; None means no limit.
 
     Attributes:
-        requests_per_minute: POST requests.
+        requests_per_minute: POST and PUT requests.
         tokens_per_minute: prompt and output tokens.
         max_concurrent: requests open at once.
     """

@@ -204,7 +204,9 @@ class ClientCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         prefix, labels = "outrider_gateway_client", ("client",)
         families: tuple[_Family, ...] = (
-            CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=labels),
+            CounterMetricFamily(
+                f"{prefix}_requests", "POST and PUT requests let in", labels=labels
+            ),
             CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=labels),
             GaugeMetricFamily(f"{prefix}_open_requests", "Requests being answered", labels=labels),
         )

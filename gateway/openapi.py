@@ -43,7 +43,7 @@ _DESCRIPTIONS = {
 }
 _STATUSES_OF_ALL: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
 _STATUSES_OF_BODIES = (408, 413)
-_STATUSES_OF_LIMITED = (429,)  # limits of keys count only POST requests
+_STATUSES_OF_LIMITED = (429,)  # limits of keys count POST and PUT requests
 _EVENT: Schema = {
     "type": "object",
     "description": "One event; its data is a JSON object, or `[DONE]` at the end of OpenAI's.",
@@ -156,7 +156,7 @@ def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
     if method in ("post", "put"):
         statuses += _STATUSES_OF_BODIES
     # Routes that generate answer 429 by any method: the target's queue may be full.
-    if method == "post" or path in (*_STREAMED, "/health_generate"):
+    if method in ("post", "put") or path in (*_STREAMED, "/health_generate"):
         statuses += _STATUSES_OF_LIMITED
     if path in (*_STREAMED, "/health_generate", "/v1/responses/compact"):
         statuses += (410,)

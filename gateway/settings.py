@@ -93,7 +93,7 @@ class GatewaySettings(DialingSettings):
     )
     key_requests_per_minute: int | None = setting(
         None,
-        "POST requests a minute for each key, or for all clients if there are no keys",
+        "POST and PUT requests a minute for each key, or for all clients if there are no keys",
         minimum=1,
     )
     key_tokens_per_minute: int | None = setting(
