@@ -86,7 +86,9 @@ class Choice:
         self._options = options
         self._hidden_ids = options.hidden_token_ids
         output = options.output
-        self._parser = None if output is None else OutputParser(output.format(), output.new_call_id)
+        self._parser = None
+        if output is not None:
+            self._parser = OutputParser(output.format(), output.new_call_id, output.most_calls)
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=options.skip_special_tokens,

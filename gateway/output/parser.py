@@ -12,6 +12,7 @@ Source: OpenAI, "OpenAI Harmony Response Format"."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -268,12 +269,17 @@ class Parts:
 
     White space around calls and after reasoning is layout and dropped; a plain answer keeps it.
 
+    Args:
+        most_calls: further calls are dropped.
+
     Attributes:
         is_reasoning: whether the next text is reasoning.
     """
 
-    def __init__(self, reader: Reader, new_call_id: Callable[[], str]) -> None:
-        self._reader = reader
+    def __init__(
+        self, reader: Reader, new_call_id: Callable[[], str], most_calls: float = math.inf
+    ) -> None:
+        self._reader, self._most_calls = reader, most_calls
         self._new_call_id = new_call_id
         self._parts: list[Part] = []
         self._is_reasoning = False
@@ -328,8 +334,10 @@ class Parts:
             call_id: the id that the model wrote; None makes a new one.
         """
         index = self._num_calls
-        self._num_calls += 1
         self._awaits_content, self._is_answer_plain, self._space = True, False, ""
+        if index >= self._most_calls:
+            return lambda _: None
+        self._num_calls += 1
         name = without_surrogates(name)
         self._parts.append(CallBegun(index, call_id or self._new_call_id(), name))
 
@@ -369,9 +377,11 @@ class OutputParser:
         num_reasoning_tokens: reasoning tokens among the tokens pushed so far.
     """
 
-    def __init__(self, output_format: Format, new_call_id: Callable[[], str]) -> None:
+    def __init__(
+        self, output_format: Format, new_call_id: Callable[[], str], most_calls: float = math.inf
+    ) -> None:
         self._reader = Reader()
-        self._parts = Parts(self._reader, new_call_id)
+        self._parts = Parts(self._reader, new_call_id, most_calls)
         self._steps = output_format(self._reader, self._parts)
         self._has_ended = False
         self.num_reasoning_tokens = 0

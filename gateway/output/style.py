@@ -4,6 +4,7 @@ chat template."""
 from __future__ import annotations
 
 import enum
+import math
 import secrets
 import string
 from collections.abc import Mapping
@@ -193,6 +194,11 @@ class ChatOutput:
     @property
     def has_reasoning(self) -> bool:
         return self.style.reasoning is not ReasoningParser.NONE
+
+    @property
+    def most_calls(self) -> float:
+        """The most calls that the client takes."""
+        return math.inf if self.toolbox is None or self.toolbox.is_parallel else 1
 
     @property
     def kept_marks(self) -> tuple[str, ...]:

@@ -106,6 +106,23 @@ async def test_calls_of_a_whole_answer(
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+async def test_a_client_that_takes_one_call_gets_the_first(
+    make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText
+) -> None:
+    await say(target, tool_text.tokenizer, f"I ask.\n{CALL}\n{NOW}")
+    gateway = await make_gateway(target, text=tool_text)
+    body = {**BODY, "parallel_tool_calls": False}
+    whole = (await post(gateway, "/v1/chat/completions", body)).json()["choices"][0]
+    assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["weather"]
+    assert whole["finish_reason"] == "tool_calls"
+    streamed = events(
+        (await post(gateway, "/v1/chat/completions", {**body, "stream": True})).content
+    )
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed[:-1]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert {call["index"] for call in calls} == {0}
+
+
 @pytest.mark.parametrize("per_step", [1, 2, 3, 5, 100])
 async def test_calls_of_a_stream_join_to_those_of_the_whole(
     make_gateway: MakeGateway, target: FakeTarget, tool_text: ModelText, per_step: int

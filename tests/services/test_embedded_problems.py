@@ -78,7 +78,7 @@ def test_what_would_not_be_exact_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
+        ((*EMBEDDED, "--verification-mode", "point-mass"), "needs --verification-mode coupled"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
         ((*EMBEDDED, "--disable-cuda-graph"), "CUDA graphs; leave --disable-cuda-graph out"),
         (

@@ -191,6 +191,7 @@ def test_products_whose_bits_depend_on_the_batch_are_named(
 ) -> None:
     settings = _settings(folder, enable_deterministic_inference=True)
     decoder = build_runner(settings).runner.decoder
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         engine_factory._warn_of_batch_variant_products(settings, decoder)
         assert not caplog.text, "on a CPU no row depends on its batch"
