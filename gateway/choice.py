@@ -159,9 +159,8 @@ class Choice:
     def finish(self, event: Finished) -> None:
         """Ends the choice; text that was held back becomes output."""
         rest = self._detokenizer.flush()
-        if self._stops is not None and rest:
-            rest = self._stops.push(rest)
-            self.matched_stop = self._stops.matched
+        if rest:
+            rest = self._up_to_stop(rest)
         if self._stops is not None and self.matched_stop is None:
             rest += self._stops.flush()
         self._rest = rest
@@ -251,11 +250,12 @@ class Choice:
         self.num_output_tokens += num_taken
         self.num_accepted += min(delta.num_accepted, num_taken)
 
-    def _add_text(self, text: str) -> None:
+    def _up_to_stop(self, text: str) -> str:
+        """Returns what can be sent of new text: it may end, or begin to end, in a stop string."""
         if self._stops is not None:
             text = self._stops.push(text)
             self.matched_stop = self._stops.matched
-        self._texts.append(text)
+        return text
 
     def _push_tokens(self, delta: Delta) -> int:
         """Adds tokens one by one; returns the number of tokens up to the end of a stop string."""
@@ -265,10 +265,9 @@ class Choice:
                 score = TokenScore(token_id, self._num_characters, delta.logprobs[index])
                 self._scores.append(score)
             self._num_characters += len(text)
-            if self.num_output_tokens + index < self._options.min_tokens:
-                self._texts.append(text)
-                continue
-            self._add_text(text)
+            if self.num_output_tokens + index >= self._options.min_tokens:
+                text = self._up_to_stop(text)
+            self._texts.append(text)
             if self.matched_stop is not None:
                 self.finish_reason = FinishReason.STOP
                 self.ended_s = time.perf_counter()

@@ -126,10 +126,9 @@ def chat_text(
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
     # The answer continues the last message, whose end in the prompt is found by a mark.
     final, mark = messages[-1], uuid.uuid4().hex
-    text_of_final = final["content"]
-    if not text_of_final.strip():
+    if not final["content"].strip():
         raise _nothing_to_continue()
-    marked = [*messages[:-1], {**final, "content": text_of_final + mark}]
+    marked = [*messages[:-1], {**final, "content": final["content"] + mark}]
     rendered = template.render(marked, add_generation_prompt=False, variables=variables)
     end = rendered.rfind(mark)
     if end < 0:

@@ -23,6 +23,7 @@ from gateway.messages.schema import (
     messages_plan,
     prompt_chat,
 )
+from gateway.output.argument_formats import refuse_constant
 from gateway.output.parser import CallArguments, CallBegun, Content, Part, Reasoning
 from gateway.planner import Plan
 from gateway.serving import Gateway
@@ -121,15 +122,10 @@ def _object(arguments: str) -> Any:
     """Returns the arguments of a call as the model wrote them, for `orjson`; empty if they are no
     object, because the call was cut off."""
     try:
-        is_object = isinstance(json.loads(arguments, parse_constant=_refuse), dict)
+        is_object = isinstance(json.loads(arguments, parse_constant=refuse_constant), dict)
     except (ValueError, RecursionError):
         is_object = False
     return orjson.Fragment(arguments) if is_object else {}
-
-
-def _refuse(constant: str) -> None:
-    """Raises: ValueError, as `NaN` and infinities are not JSON."""
-    raise ValueError(constant)
 
 
 class MessageEncoder:

@@ -109,7 +109,7 @@ def argument_json(text: str, types: frozenset[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     written = text.strip()
     try:
-        value = json.loads(written, parse_constant=_refuse)
+        value = json.loads(written, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return _literal_json(text, types)
     if "string" in types and (isinstance(value, str) or not _has_type(value, types)):
@@ -124,7 +124,7 @@ def literal_value(text: str) -> Any:
         ValueError: the text is neither.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         pass
     if len(text) > _MAX_LITERAL_CHARACTERS:
@@ -179,7 +179,8 @@ def _target(reference: str, root: Schema) -> Any:
     return value if reference.startswith("#") else None
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raises: ValueError, because Python reads `NaN` and infinities, which are not JSON."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -257,8 +257,8 @@ Part: TypeAlias = Content | Reasoning | CallBegun | CallArguments
 
 
 def without_surrogates(text: str) -> str:
-    """Returns text with U+FFFD in place of lone surrogates. Models may write them as escapes, and
-    UTF-8 has no bytes for them."""
+    """Returns text with U+FFFD in place of lone surrogates. Names and arguments may hold them as
+    escapes, and UTF-8 has no bytes for them."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -311,7 +311,6 @@ class Parts:
 
     def content(self, text: str) -> None:
         """Adds text for the user."""
-        text = without_surrogates(text)
         if self._awaits_content:
             text = self._space + text
             if not text.strip():
@@ -325,7 +324,7 @@ class Parts:
         """Adds reasoning."""
         if text:
             self._is_answer_plain = False
-            self._add(Reasoning(without_surrogates(text)))
+            self._add(Reasoning(text))
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         """Adds a call; returns the function that adds pieces of its arguments.

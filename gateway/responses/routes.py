@@ -498,7 +498,7 @@ def stored_chat(
         give_notice("store has no effect: nothing is kept without --response-store")
         return plan, None
     if body.rid is not None:
-        message = f"rid is {body.rid[:64]!r}; with store it must be unset, as ids are unique"
+        message = f"rid is {body.rid[:64]!r}; it must be unset, as a stored chat gets its own id"
         raise InvalidArgument.of("RID_WITH_STORE", "rid", message)
     owner = owner_of_request()
 
